@@ -1,0 +1,57 @@
+"""Backends execute plans. Each is a module with
+
+``RATES``
+    what the device does per second, for choosing plans,
+``unavailable_reason(device) -> str | None``
+    why it cannot serve tensors of that device, in one sentence, or None,
+``run(weights, plans, with_grad) -> (losses, grads)``
+    one 0-dim loss per weight in the accumulation dtype and, if asked for, one gradient per weight in its own dtype.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from types import ModuleType
+
+import torch
+
+from . import cpu, pytorch
+
+#: By name, in the order in which they are preferred.
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "torch": pytorch}
+
+_warned: set[str] = set()
+
+
+def choose(device: torch.device, name: str | None = None) -> ModuleType:
+    """The backend called ``name``, or the first that serves ``device``; ``OCNN_FUSED_BACKEND`` sets the default name."""
+    name = name or os.environ.get("OCNN_FUSED_BACKEND") or None
+    if name is not None:
+        if name not in BACKENDS:
+            raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
+        reason = BACKENDS[name].unavailable_reason(device)
+        if reason is not None:
+            raise RuntimeError(f"backend {name!r} is not available: {reason}")
+        return BACKENDS[name]
+    reasons = {}
+    for candidate, module in BACKENDS.items():
+        reason = module.unavailable_reason(device)
+        if reason is None:
+            _warn_if_slower(candidate, device, reasons)
+            return module
+        reasons[candidate] = reason
+    raise RuntimeError(f"no backend serves {device}: {reasons}")
+
+
+def _warn_if_slower(chosen: str, device: torch.device, reasons: dict[str, str]) -> None:
+    """Say once per device why the compiled backend does not serve it."""
+    if chosen != "torch" or device.type in _warned:
+        return
+    _warned.add(device.type)
+    relevant = reasons.get(device.type, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    warnings.warn(
+        f"ocnn_fused runs its plans through PyTorch on {device.type}, which is slower than a compiled backend: {relevant}",
+        RuntimeWarning,
+        stacklevel=2,
+    )

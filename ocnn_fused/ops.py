@@ -1,0 +1,122 @@
+"""The ops that ``torch.compile`` sees: geometry in, losses out; planning and backend choice stay inside.
+
+``ocnn_fused::orth_loss`` is differentiable (see autograd.py); ``ocnn_fused::orth_loss_and_grad`` also returns the
+gradients and is what its forward calls when a weight needs one. Both take, flattened over weights and their spatial
+axes, ``strides``, ``dilations`` and ``paddings`` (-1 for "all lags"), and one ``groups`` per weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import reduce
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from . import _extension, backends
+from .backends.lowering import accumulation_dtype
+from .plan import Plan, make_plan, reduce_axis
+
+_GEOMETRY = "int[] strides, int[] dilations, int[] paddings, int[] groups, str side, str backend"
+
+_library = torch.library.Library("ocnn_fused", "FRAGMENT")
+_library.define(f"orth_loss(Tensor[] weights, {_GEOMETRY}) -> Tensor")
+_library.define(f"orth_loss_and_grad(Tensor[] weights, {_GEOMETRY}) -> (Tensor, Tensor[])")
+
+
+def plan_for(
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    paddings: Sequence[int],
+    groups: int,
+    side: str,
+    backend: ModuleType,
+) -> Plan:
+    """The plan of one weight; ``paddings`` of -1 keep every lag."""
+    axes = tuple(
+        reduce_axis(kernel, stride, dilation, None if padding < 0 else padding)
+        for kernel, stride, dilation, padding in zip(shape[2:], strides, dilations, paddings, strict=True)
+    )
+    return make_plan(shape[0] // groups, shape[1], axes, groups, side, backend.RATES)  # type: ignore[arg-type]
+
+
+def _plans(
+    weights: Sequence[Tensor],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    paddings: Sequence[int],
+    groups: Sequence[int],
+    side: str,
+    backend: ModuleType,
+) -> Iterator[Plan]:
+    begin = 0
+    for weight, group in zip(weights, groups, strict=True):
+        axes = slice(begin, begin + weight.dim() - 2)
+        begin = axes.stop
+        yield plan_for(weight.shape, strides[axes], dilations[axes], paddings[axes], group, side, backend)
+
+
+def _loss_dtype(weights: Sequence[Tensor]) -> torch.dtype:
+    return reduce(torch.promote_types, (accumulation_dtype(weight.dtype) for weight in weights))
+
+
+def _run(
+    weights: Sequence[Tensor],
+    strides: Sequence[int],
+    dilations: Sequence[int],
+    paddings: Sequence[int],
+    groups: Sequence[int],
+    side: str,
+    backend: str,
+    *,
+    with_grad: bool,
+) -> tuple[Tensor, list[Tensor]]:
+    module = backends.choose(weights[0].device, backend or None)
+    plans = list(_plans(weights, strides, dilations, paddings, groups, side, module))
+    losses, grads = module.run(weights, plans, with_grad)
+    dtype = _loss_dtype(weights)
+    return torch.stack([loss.to(dtype) for loss in losses]), grads
+
+
+def _orth_loss(weights: Sequence[Tensor], *geometry: object) -> Tensor:
+    return _run(weights, *geometry, with_grad=False)[0]  # type: ignore[arg-type]
+
+
+def _orth_loss_and_grad(weights: Sequence[Tensor], *geometry: object) -> tuple[Tensor, list[Tensor]]:
+    return _run(weights, *geometry, with_grad=True)  # type: ignore[arg-type]
+
+
+_library.impl("orth_loss", _orth_loss, "CompositeExplicitAutograd")
+_library.impl("orth_loss_and_grad", _orth_loss_and_grad, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("ocnn_fused::orth_loss", lib=_library)
+def _orth_loss_fake(weights: Sequence[Tensor], *geometry: object) -> Tensor:
+    return weights[0].new_empty(len(weights), dtype=_loss_dtype(weights))
+
+
+@torch.library.register_fake("ocnn_fused::orth_loss_and_grad", lib=_library)
+def _orth_loss_and_grad_fake(weights: Sequence[Tensor], *geometry: object) -> tuple[Tensor, list[Tensor]]:
+    return _orth_loss_fake(weights), [torch.empty_like(weight) for weight in weights]
+
+
+# Under autocast the loss stays in float32, as PyTorch's own losses do.
+for _device_type in ("cpu", "cuda"):
+    torch.library.register_autocast("ocnn_fused::orth_loss", _device_type, torch.float32, lib=_library)
+
+if _extension.module is not None:
+
+    @torch.library.register_fake("ocnn_fused::execute_plan", lib=_library)
+    def _execute_plan_fake(weight: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+        return _executed_fake(weight, bool(arguments[-1]))
+
+    @torch.library.register_fake("ocnn_fused::execute_small", lib=_library)
+    def _execute_small_fake(weight: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+        return _executed_fake(weight, bool(arguments[-1]))
+
+
+def _executed_fake(weight: Tensor, with_grad: bool) -> tuple[Tensor, Tensor]:
+    loss = weight.new_empty((), dtype=accumulation_dtype(weight.dtype))
+    return loss, torch.empty_like(weight) if with_grad else weight.new_empty(0)
