@@ -20,14 +20,23 @@ class OrthLoss(torch.autograd.Function):
     """``losses = orth_loss(weights)``; saves the weights and their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, geometry: tuple[Any, ...], *weights: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(geometry: tuple[Any, ...], *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad(weights, *geometry)
-        ctx.geometry = geometry
-        ctx.save_for_backward(*weights, *grads)
-        return losses
+        return losses, *grads
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        geometry, *weights = inputs
+        _, *grads = output
+        ctx.geometry = geometry
+        ctx.mark_non_differentiable(*grads)
+        ctx.set_materialize_grads(False)  # of the gradients, which have none
+        ctx.save_for_backward(*weights, *grads)
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad_losses is None:
+            return (None,) * len(ctx.needs_input_grad)
         count = len(ctx.saved_tensors) // 2
         weights, grads = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
         if torch.is_grad_enabled():
@@ -37,6 +46,19 @@ class OrthLoss(torch.autograd.Function):
             grad * scale.to(grad.dtype) if needed else None
             for grad, scale, needed in zip(grads, scales, ctx.needs_input_grad[1:], strict=True)
         )
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], geometry: tuple[Any, ...], *weights: Tensor) -> Any:
+        """A batch of weights is a longer list of weights."""
+        size = info.batch_size
+        batches = [
+            weight.unbind(dim) if dim is not None else (weight,) * size
+            for weight, dim in zip(weights, in_dims[1:], strict=True)
+        ]
+        repeated = (*(list(values) * size for values in geometry[:4]), *geometry[4:])
+        losses, *grads = OrthLoss.apply(repeated, *(weight for batch in zip(*batches, strict=True) for weight in batch))
+        stacked = [torch.stack(grads[index :: len(weights)]) for index in range(len(weights))]
+        return (losses.unflatten(0, (size, -1)), *stacked), (0,) * (1 + len(weights))
 
 
 def _differentiable_grads(
@@ -64,10 +86,17 @@ def _differentiable_grads(
     return grads
 
 
+def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
+    """One loss per weight. ``torch.func`` transforms need to see the Function itself; everything else sees one op."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        return OrthLoss.apply(geometry, *weights)[0]
+    return torch.ops.ocnn_fused.orth_loss(weights, *geometry)
+
+
 def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
     # With nothing to differentiate, only the loss is computed.
     if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        return OrthLoss.apply(geometry, *weights)
+        return OrthLoss.apply(geometry, *weights)[0]
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.ocnn_fused.orth_loss(weights, *geometry)
 

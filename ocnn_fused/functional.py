@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import autograd  # noqa: F401  (registers the op's autograd)
+from .autograd import orth_losses
 from .backends import BACKENDS
+from .plan import reduce_axis
 from .reference import frobenius_norm
 
 IntOrTuple = int | Sequence[int]
@@ -147,9 +148,7 @@ def _losses(
         flat_strides += stride
         flat_dilations += dilation
         flat_paddings += padding
-    return torch.ops.ocnn_fused.orth_loss(
-        weights, flat_strides, flat_dilations, flat_paddings, groups, side, backend or ""
-    )
+    return orth_losses(weights, flat_strides, flat_dilations, flat_paddings, groups, side, backend or "")
 
 
 def _check_weight(label: str, weight: Any, first: Tensor) -> None:
@@ -178,17 +177,22 @@ def _check_groups(name: str, groups: Any, label: str, weight: Tensor) -> None:
 
 def _per_axis(name: str, value: Any, axes: int, least: int) -> tuple[int, ...]:
     """An int for all axes or one per axis, each at least ``least``."""
-    kind = "positive" if least == 1 else "non-negative"
-    expected = f"{name} must be a {kind} int or a tuple of {axes}, got {value!r}"
-    try:
-        values = (value,) * axes if isinstance(value, int) else tuple(value)
-    except TypeError:
-        raise TypeError(expected) from None
-    if any(isinstance(entry, bool) or not isinstance(entry, int) for entry in (*values, 0 if isinstance(value, int) else 0)):
-        raise TypeError(expected)
-    if len(values) != axes or any(entry < least for entry in values) or (isinstance(value, int) and value < least):
-        raise ValueError(expected)
+    # The message is made only when it is needed: torch.compile cannot format a symbolic int.
+    if not isinstance(value, int) and not isinstance(value, Sequence):
+        raise TypeError(_per_axis_message(name, value, axes, least))
+    values = (value,) * axes if isinstance(value, int) else tuple(value)
+    for entry in (value,) if isinstance(value, int) else values:
+        if isinstance(entry, bool) or not isinstance(entry, int):
+            raise TypeError(_per_axis_message(name, value, axes, least))
+        if entry < least:
+            raise ValueError(_per_axis_message(name, value, axes, least))
+    if len(values) != axes:
+        raise ValueError(_per_axis_message(name, value, axes, least))
     return values
+
+
+def _per_axis_message(name: str, value: Any, axes: int, least: int) -> str:
+    return f"{name} must be a {'positive' if least else 'non-negative'} int or a tuple of {axes}, got {value!r}"
 
 
 def _check_padding(name: str, padding: tuple[int, ...], stride: tuple[int, ...]) -> None:
@@ -202,8 +206,6 @@ def _check_padding(name: str, padding: tuple[int, ...], stride: tuple[int, ...])
 def _check_column(
     weight: Tensor, stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...], name: str
 ) -> None:
-    from .plan import reduce_axis
-
     for k, s, d, p in zip(weight.shape[2:], stride, dilation, padding, strict=True):
         axis = reduce_axis(k, s, d, None if p < 0 else p)
         if axis.lags != axis.all_lags:
