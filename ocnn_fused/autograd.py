@@ -21,6 +21,7 @@ class OrthLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(geometry: tuple[Any, ...], *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        # geometry ends with the list that says which weights need a gradient
         losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad(weights, *geometry)
         return losses, *grads
 
@@ -55,7 +56,7 @@ class OrthLoss(torch.autograd.Function):
             weight.unbind(dim) if dim is not None else (weight,) * size
             for weight, dim in zip(weights, in_dims[1:], strict=True)
         ]
-        repeated = (*(list(values) * size for values in geometry[:4]), *geometry[4:])
+        repeated = (*(list(values) * size for values in geometry[:4]), *geometry[4:6], geometry[6] * size)
         losses, *grads = OrthLoss.apply(repeated, *(weight for batch in zip(*batches, strict=True) for weight in batch))
         stacked = [torch.stack(grads[index :: len(weights)]) for index in range(len(weights))]
         return (losses.unflatten(0, (size, -1)), *stacked), (0,) * (1 + len(weights))
@@ -89,14 +90,15 @@ def _differentiable_grads(
 def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
     """One loss per weight. ``torch.func`` transforms need to see the Function itself; everything else sees one op."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return OrthLoss.apply(geometry, *weights)[0]
+        return OrthLoss.apply((*geometry, [True] * len(weights)), *weights)[0]
     return torch.ops.ocnn_fused.orth_loss(weights, *geometry)
 
 
 def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
     # With nothing to differentiate, only the loss is computed.
-    if torch.is_grad_enabled() and any(weight.requires_grad for weight in weights):
-        return OrthLoss.apply(geometry, *weights)[0]
+    with_grad = [weight.requires_grad for weight in weights]
+    if torch.is_grad_enabled() and any(with_grad):
+        return OrthLoss.apply((*geometry, with_grad), *weights)[0]
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.ocnn_fused.orth_loss(weights, *geometry)
 

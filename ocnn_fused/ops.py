@@ -1,8 +1,9 @@
 """The ops that ``torch.compile`` sees: geometry in, losses out; planning and backend choice stay inside.
 
 ``ocnn_fused::orth_loss`` is differentiable (see autograd.py); ``ocnn_fused::orth_loss_and_grad`` also returns the
-gradients and is what its forward calls when a weight needs one. Both take, flattened over weights and their spatial
-axes, ``strides``, ``dilations`` and ``paddings`` (-1 for "all lags"), and one ``groups`` per weight.
+gradients of the weights marked in ``with_grad`` (empty tensors for the others) and is what its forward calls when a
+weight needs one. Both take, flattened over weights and their spatial axes, ``strides``, ``dilations`` and ``paddings``
+(-1 for "all lags"), and one ``groups`` per weight.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +24,7 @@ _GEOMETRY = "int[] strides, int[] dilations, int[] paddings, int[] groups, str s
 
 _library = torch.library.Library("ocnn_fused", "FRAGMENT")
 _library.define(f"orth_loss(Tensor[] weights, {_GEOMETRY}) -> Tensor")
-_library.define(f"orth_loss_and_grad(Tensor[] weights, {_GEOMETRY}) -> (Tensor, Tensor[])")
+_library.define(f"orth_loss_and_grad(Tensor[] weights, {_GEOMETRY}, bool[] with_grad) -> (Tensor, Tensor[])")
 
 
 def plan_for(
@@ -70,36 +72,44 @@ def _run(
     groups: Sequence[int],
     side: str,
     backend: str,
-    *,
-    with_grad: bool,
+    with_grad: Sequence[bool],
 ) -> tuple[Tensor, list[Tensor]]:
     module = backends.choose(weights[0].device, backend or None)
     plans = list(_plans(weights, strides, dilations, paddings, groups, side, module))
-    losses, grads = module.run(weights, plans, with_grad)
+    losses, grads = [weights[0]] * len(weights), [weight.new_empty(0) for weight in weights]
+    for wanted in (True, False):
+        chosen = [index for index, needed in enumerate(with_grad) if bool(needed) == wanted]
+        if not chosen:
+            continue
+        some_losses, some_grads = module.run([weights[i] for i in chosen], [plans[i] for i in chosen], wanted)
+        for i, loss in zip(chosen, some_losses, strict=True):
+            losses[i] = loss
+        for i, grad in zip(chosen, some_grads, strict=False):
+            grads[i] = grad
     dtype = _loss_dtype(weights)
     return torch.stack([loss.to(dtype) for loss in losses]), grads
 
 
-def _orth_loss(weights: Sequence[Tensor], *geometry: object) -> Tensor:
-    return _run(weights, *geometry, with_grad=False)[0]  # type: ignore[arg-type]
-
-
-def _orth_loss_and_grad(weights: Sequence[Tensor], *geometry: object) -> tuple[Tensor, list[Tensor]]:
-    return _run(weights, *geometry, with_grad=True)  # type: ignore[arg-type]
+def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
+    return _run(weights, *geometry, with_grad=[False] * len(weights))[0]
 
 
 _library.impl("orth_loss", _orth_loss, "CompositeExplicitAutograd")
-_library.impl("orth_loss_and_grad", _orth_loss_and_grad, "CompositeExplicitAutograd")
+_library.impl("orth_loss_and_grad", _run, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("ocnn_fused::orth_loss", lib=_library)
-def _orth_loss_fake(weights: Sequence[Tensor], *geometry: object) -> Tensor:
+def _orth_loss_fake(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
     return weights[0].new_empty(len(weights), dtype=_loss_dtype(weights))
 
 
 @torch.library.register_fake("ocnn_fused::orth_loss_and_grad", lib=_library)
-def _orth_loss_and_grad_fake(weights: Sequence[Tensor], *geometry: object) -> tuple[Tensor, list[Tensor]]:
-    return _orth_loss_fake(weights), [torch.empty_like(weight) for weight in weights]
+def _orth_loss_and_grad_fake(weights: Sequence[Tensor], *geometry: Any) -> tuple[Tensor, list[Tensor]]:
+    with_grad = geometry[-1]
+    return _orth_loss_fake(weights), [
+        torch.empty_like(weight) if needed else weight.new_empty(0)
+        for weight, needed in zip(weights, with_grad, strict=True)
+    ]
 
 
 # Under autocast the loss stays in float32, as PyTorch's own losses do.
@@ -109,11 +119,11 @@ for _device_type in ("cpu", "cuda"):
 if _extension.module is not None:
 
     @torch.library.register_fake("ocnn_fused::execute_plan", lib=_library)
-    def _execute_plan_fake(weight: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+    def _execute_plan_fake(weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return _executed_fake(weight, bool(arguments[-1]))
 
     @torch.library.register_fake("ocnn_fused::execute_small", lib=_library)
-    def _execute_small_fake(weight: Tensor, *arguments: object) -> tuple[Tensor, Tensor]:
+    def _execute_small_fake(weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
         return _executed_fake(weight, bool(arguments[-1]))
 
 
