@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from typing import Any
 
@@ -13,9 +14,9 @@ def _load() -> tuple[Any, str | None]:
     if os.environ.get("OCNN_FUSED_DISABLE_EXTENSION") == "1":
         return None, "the compiled extension is switched off by OCNN_FUSED_DISABLE_EXTENSION=1"
     try:
-        from . import _C
+        return importlib.import_module(f"{__package__}._C"), None
     except ModuleNotFoundError as error:
-        if error.name not in (f"{__package__}._C", "_C"):
+        if error.name != f"{__package__}._C":
             raise
         return None, "the compiled extension is not built; run `pip install --no-build-isolation .` where torch is installed"
     except ImportError as error:
@@ -25,7 +26,6 @@ def _load() -> tuple[Any, str | None]:
             f"the compiled extension does not load with torch {torch.__version__} ({error}); "
             "rebuild it with `pip install --no-build-isolation .`"
         )
-    return _C, None
 
 
 module, unavailable_reason = _load()

@@ -17,12 +17,40 @@ from .ops import _library
 
 
 class OrthLoss(torch.autograd.Function):
-    """``losses = orth_loss(weights)``; saves the weights and their gradients."""
+    """``losses = orth_loss(weights)``; saves the weights and their gradients.
+
+    ``geometry`` is what the op ``orth_loss_and_grad`` takes after the weights.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, geometry: tuple[Any, ...], *weights: Tensor) -> Any:  # type: ignore[override]
+        losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(weights, *geometry)
+        ctx.geometry = geometry
+        ctx.save_for_backward(*weights, *grads)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if grad_losses is None:
+            return (None,) * len(ctx.needs_input_grad)
+        saved = ctx.saved_tensors
+        count = len(saved) // 2
+        weights, grads = saved[:count], saved[count:]
+        if torch.is_grad_enabled():
+            grads = _differentiable_grads(weights, *ctx.geometry[:4])
+        scales = grad_losses.unbind()  # 0-dim: they do not promote the gradients' dtype
+        return None, *(
+            grad * scale if needed else None
+            for grad, scale, needed in zip(grads, scales, ctx.needs_input_grad[1:], strict=True)
+        )
+
+
+class TransformableOrthLoss(OrthLoss):
+    """The same for ``torch.func`` transforms, which ask for a forward without context; PyTorch calls it more slowly."""
 
     @staticmethod
     def forward(geometry: tuple[Any, ...], *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        # geometry ends with the list that says which weights need a gradient
-        losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad(weights, *geometry)
+        losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(weights, *geometry)
         return losses, *grads
 
     @staticmethod
@@ -35,20 +63,6 @@ class OrthLoss(torch.autograd.Function):
         ctx.save_for_backward(*weights, *grads)
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if grad_losses is None:
-            return (None,) * len(ctx.needs_input_grad)
-        count = len(ctx.saved_tensors) // 2
-        weights, grads = ctx.saved_tensors[:count], ctx.saved_tensors[count:]
-        if torch.is_grad_enabled():
-            grads = _differentiable_grads(weights, *ctx.geometry[:4])
-        scales = grad_losses.unbind()
-        return None, *(
-            grad * scale.to(grad.dtype) if needed else None
-            for grad, scale, needed in zip(grads, scales, ctx.needs_input_grad[1:], strict=True)
-        )
-
-    @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], geometry: tuple[Any, ...], *weights: Tensor) -> Any:
         """A batch of weights is a longer list of weights."""
         size = info.batch_size
@@ -57,7 +71,7 @@ class OrthLoss(torch.autograd.Function):
             for weight, dim in zip(weights, in_dims[1:], strict=True)
         ]
         repeated = (*(list(values) * size for values in geometry[:4]), *geometry[4:6], geometry[6] * size)
-        losses, *grads = OrthLoss.apply(repeated, *(weight for batch in zip(*batches, strict=True) for weight in batch))
+        losses, *grads = TransformableOrthLoss.apply(repeated, *(weight for batch in zip(*batches, strict=True) for weight in batch))
         stacked = [torch.stack(grads[index :: len(weights)]) for index in range(len(weights))]
         return (losses.unflatten(0, (size, -1)), *stacked), (0,) * (1 + len(weights))
 
@@ -90,17 +104,17 @@ def _differentiable_grads(
 def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
     """One loss per weight. ``torch.func`` transforms need to see the Function itself; everything else sees one op."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return OrthLoss.apply((*geometry, [True] * len(weights)), *weights)[0]
-    return torch.ops.ocnn_fused.orth_loss(weights, *geometry)
+        return TransformableOrthLoss.apply((*geometry, [True] * len(weights)), *weights)[0]
+    return torch.ops.ocnn_fused.orth_loss.default(weights, *geometry)
 
 
 def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
     # With nothing to differentiate, only the loss is computed.
     with_grad = [weight.requires_grad for weight in weights]
     if torch.is_grad_enabled() and any(with_grad):
-        return OrthLoss.apply((*geometry, with_grad), *weights)[0]
+        return OrthLoss.apply((*geometry, with_grad), *weights)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.ocnn_fused.orth_loss(weights, *geometry)
+        return torch.ops.ocnn_fused.orth_loss.default(weights, *geometry)
 
 
 _library.impl("orth_loss", _orth_loss, "Autograd")

@@ -76,18 +76,29 @@ def _run(
 ) -> tuple[Tensor, list[Tensor]]:
     module = backends.choose(weights[0].device, backend or None)
     plans = list(_plans(weights, strides, dilations, paddings, groups, side, module))
-    losses, grads = [weights[0]] * len(weights), [weight.new_empty(0) for weight in weights]
+    if all(with_grad) or not any(with_grad):
+        losses, grads = module.run(weights, plans, any(with_grad))
+    else:
+        losses, grads = _run_some(module, weights, plans, with_grad)
+    if len({loss.dtype for loss in losses}) > 1:
+        dtype = _loss_dtype(weights)
+        losses = [loss.to(dtype) for loss in losses]
+    return torch.stack(losses), grads or [weight.new_empty(0) for weight in weights]
+
+
+def _run_some(
+    module: ModuleType, weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights that need a gradient in one pass, the others in another."""
+    losses, grads = list(weights), [weight.new_empty(0) for weight in weights]
     for wanted in (True, False):
         chosen = [index for index, needed in enumerate(with_grad) if bool(needed) == wanted]
-        if not chosen:
-            continue
         some_losses, some_grads = module.run([weights[i] for i in chosen], [plans[i] for i in chosen], wanted)
-        for i, loss in zip(chosen, some_losses, strict=True):
-            losses[i] = loss
-        for i, grad in zip(chosen, some_grads, strict=False):
-            grads[i] = grad
-    dtype = _loss_dtype(weights)
-    return torch.stack([loss.to(dtype) for loss in losses]), grads
+        for position, index in enumerate(chosen):
+            losses[index] = some_losses[position]
+            if wanted:
+                grads[index] = some_grads[position]
+    return losses, grads
 
 
 def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Tensor:

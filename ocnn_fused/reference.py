@@ -55,7 +55,7 @@ def orth_loss(
         lags = (k - 1) // step
         if p is not None:
             lags = min(lags, p // (step * d))
-        steps.append(step)
+        steps.append(step if lags else 1)  # with lag 0 alone there is one position, and PyTorch is faster at stride 1
         pads.append(lags * step)
     if axes == 0:  # a Linear weight is a 1-tap convolution
         weight, kernel, steps, pads = weight.unsqueeze(-1), (1,), [1], [0]

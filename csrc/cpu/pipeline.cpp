@@ -7,6 +7,7 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/scalar_tensor.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -23,13 +24,16 @@
 namespace ocnn_fused::cpu {
 namespace {
 
-// Planes V and their gradients G of one chunk stay below this, unless one narrow chunk needs more.
-constexpr int64_t kPlaneBytes = int64_t{64} << 20;
+// Planes V and their gradients G of one chunk: always allowed this much, and as much as the self-convolution and its
+// residual would take, unless one narrow chunk needs more.
+constexpr int64_t kPlaneBytes = int64_t{8} << 20;
 constexpr int64_t kNarrowestChunk = 128;
 // Workspace kept by a thread between calls: fresh memory costs more than the stages that write it.
 constexpr int64_t kKeptBytes = int64_t{128} << 20;
-// Work below which a second thread does not pay, in lane blocks (or tiles).
-constexpr int64_t kGrain = 8;
+// Multiply-adds below which another thread does not pay.
+constexpr int64_t kThreadWork = int64_t{1} << 20;
+
+int64_t grain(int64_t work_per_item) { return std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work_per_item)); }
 
 // Memory of this thread, grown on demand and reused; contents are undefined.
 at::Tensor workspace(int64_t bytes) {
@@ -85,7 +89,10 @@ std::vector<int64_t> tap_offsets(const at::Tensor& weight) {
 
 template <typename S>
 WeightView<S> weight_view(const at::Tensor& weight, const std::vector<int64_t>& offsets, S* data) {
-  return {data, weight.stride(0), weight.stride(1), offsets.data(), static_cast<int64_t>(offsets.size())};
+  const int64_t taps = static_cast<int64_t>(offsets.size());
+  bool dense = true;
+  for (int64_t u = 0; u < taps; ++u) dense = dense && offsets[u] == u;
+  return {data, weight.stride(0), weight.stride(1), offsets.data(), taps, dense};
 }
 
 // The loss is a sum of squares: what rounding leaves below zero is zero (and NaN stays NaN).
@@ -209,17 +216,16 @@ class Pipeline {
   void choose_chunks() {
     if (flat_ && !std::is_same_v<S, T>) flat_ = false;
     flat_ = flat_ && weight_.is_contiguous() && (!with_grad_ || grad_.is_contiguous());
-    const int64_t copies = with_grad_ ? 2 : 1;
-    const int64_t group_bytes = copies * plane_elements(rows_, channels_) * static_cast<int64_t>(sizeof(T)) +
-                                outputs_ * side_ * side_ * static_cast<int64_t>(sizeof(T));
-    span_ = std::clamp<int64_t>(kPlaneBytes / std::max<int64_t>(group_bytes, 1), 1, groups_);
+    constexpr int64_t size = sizeof(T);
+    const int64_t plane_bytes = size * (with_grad_ ? 2 : 1) * plane_elements(rows_, channels_);
+    const int64_t allowed = std::max(kPlaneBytes, 2 * size * (2 * mix_.lags - 1) * rows_ * rows_);
+    span_ = std::clamp<int64_t>(allowed / (plane_bytes + size * outputs_ * side_ * side_), 1, groups_);
     // Several planes of one group are one contraction only if no other group lies between them.
     if (sums_ && column_) span_ = 1;
     const int64_t length = column_ ? rows_ : channels_;
     chunk_ = length;
-    if (span_ == 1 && !flat_) {
-      const int64_t bytes = copies * plane_elements(rows_, channels_) * static_cast<int64_t>(sizeof(T));
-      const int64_t wanted = std::max((bytes + kPlaneBytes - 1) / kPlaneBytes, (length + 2 * side_ - 1) / (2 * side_));
+    if (span_ == 1 && !flat_ && plane_bytes > allowed) {
+      const int64_t wanted = (plane_bytes + allowed - 1) / allowed;
       chunk_ = std::max((length + wanted - 1) / wanted, std::min(length, kNarrowestChunk));
       chunk_ = (chunk_ + kLanes - 1) / kLanes * kLanes;
     }
@@ -233,17 +239,21 @@ class Pipeline {
       const int64_t elements = flat_ ? 0 : block.view.planes * block.view.residues * span_ * area;
       block.planes = arena.template take<T>(elements);
       block.gradients = arena.template take<T>(with_grad_ ? elements : 0);
-      if (flat_) {
-        if constexpr (std::is_same_v<S, T>) {
-          block.planes = const_cast<T*>(weight_.template const_data_ptr<T>());  // only ever read
-          block.gradients = with_grad_ ? grad_.template mutable_data_ptr<T>() : nullptr;
-        }
-      }
+    }
+  }
+
+  // The planes of a flat plan are the weight and its gradient themselves.
+  void point_at_weight() {
+    if constexpr (std::is_same_v<S, T>) {
+      const int64_t offset = group_begin_ * rows_ * weight_.stride(0);
+      blocks_[0].planes = const_cast<T*>(weight_.template const_data_ptr<T>()) + offset;  // only ever read
+      blocks_[0].gradients = with_grad_ ? grad_.template mutable_data_ptr<T>() + offset : nullptr;
     }
   }
 
   // Sets the window of this chunk and the strides of the planes for it.
   void select(int64_t chunk) {
+    if (flat_) point_at_weight();
     const int64_t begin = chunk * chunk_, row = group_begin_ * rows_;
     window_ = column_ ? Window{row + begin, row + std::min(begin + chunk_, rows_), 0, channels_}
                       : Window{row, row + span_now_ * rows_, begin, std::min(begin + chunk_, channels_)};
@@ -264,20 +274,29 @@ class Pipeline {
     return result;
   }
 
+  // Multiply-adds of evaluate or gather on one strip.
+  int64_t strip_work() const {
+    int64_t total = 0;
+    for (const Block& block : blocks_) total += block.view.planes * block.view.taps * block.view.residues;
+    return total * std::min(kStrip, window_.channels());
+  }
+
   void evaluate() {
     if (flat_) return;
+    RECORD_FUNCTION("ocnn_fused::evaluate", {});
     const auto blocks = views(&Block::planes);
     const auto view = weight_view(weight_, weight_offsets_, weight_.template const_data_ptr<S>());
-    at::parallel_for(0, window_.rows() * window_.lane_blocks(), kGrain, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, window_.rows() * window_.strips(), grain(strip_work()), [&](int64_t begin, int64_t end) {
       weight_stages<S, T>().evaluate(view, blocks.data(), static_cast<int64_t>(blocks.size()), window_, begin, end);
     });
   }
 
   void gather() {
     if (flat_) return;
+    RECORD_FUNCTION("ocnn_fused::gather", {});
     const auto blocks = views(&Block::gradients);
     const auto view = weight_view(grad_, grad_offsets_, grad_.template mutable_data_ptr<S>());
-    at::parallel_for(0, window_.rows() * window_.lane_blocks(), kGrain, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, window_.rows() * window_.strips(), grain(strip_work()), [&](int64_t begin, int64_t end) {
       weight_stages<S, T>().gather(view, blocks.data(), static_cast<int64_t>(blocks.size()), window_, begin, end);
     });
   }
@@ -328,6 +347,7 @@ class Pipeline {
   }
 
   void gram(bool add) {
+    RECORD_FUNCTION("ocnn_fused::gram", {});
     if (accumulates_ && !add) {
       std::fill_n(outputs_data_, outputs_ * span_now_ * side_ * side_, T(0));
       add = true;
@@ -339,11 +359,11 @@ class Pipeline {
   }
 
   double mix() {
+    RECORD_FUNCTION("ocnn_fused::mix", {});
     const MixStage<T>& stage = mix_stage<T>();
     if (mix_.diagonal()) {
       const int64_t rows = span_now_ * side_;
-      const int64_t grain = std::max<int64_t>(1, kGrain * kTile * kTile / side_);
-      return ordered_sum(outputs_ * rows, grain, [&](int64_t item) {
+      return ordered_sum(outputs_ * rows, grain(2 * side_), [&](int64_t item) {
         T* matrix = outputs_data_ + (item / side_) * side_ * side_;
         return stage.diagonal_row(matrix, side_, item / rows, item % side_, with_grad_);
       });
@@ -354,7 +374,8 @@ class Pipeline {
       for (int64_t j = i; j < tiles; ++j) pairs.emplace_back(i, j);
     }
     const int64_t count = static_cast<int64_t>(pairs.size());
-    return ordered_sum(span_now_ * count, 1, [&](int64_t item) {
+    const int64_t work = 4 * kTile * kTile * mix_.lags * outputs_;
+    return ordered_sum(span_now_ * count, grain(work), [&](int64_t item) {
       thread_local std::vector<T> scratch;
       scratch.resize(mix_scratch(mix_));
       const auto [i, j] = pairs[item % count];
@@ -372,6 +393,7 @@ class Pipeline {
   }
 
   void apply() {
+    RECORD_FUNCTION("ocnn_fused::apply", {});
     if (accumulates_) {
       for (const Block& block : blocks_) std::fill_n(block.gradients, plane_elements_of(block), T(0));
     }
@@ -449,7 +471,8 @@ std::tuple<at::Tensor, at::Tensor> execute_small(const at::Tensor& weight, int64
     auto grad_view = weight_view(with_grad ? grad : weight, grad_offsets, static_cast<S*>(nullptr));
     if (with_grad) grad_view.data = grad.mutable_data_ptr<S>();
     const int64_t rows = weight.size(0) / groups, channels = weight.size(1);
-    const double loss = ordered_sum((groups + kLanes - 1) / kLanes, 1, [&](int64_t item) {
+    const int64_t work = 3 * kLanes * rows * rows * channels * static_cast<int64_t>(left.size());
+    const double loss = ordered_sum((groups + kLanes - 1) / kLanes, grain(work), [&](int64_t item) {
       return weight_stages<S, T>().small(view, grad_view, pairs, groups, rows, channels, item);
     });
     return std::make_tuple(loss_tensor(loss, weight), grad);

@@ -7,6 +7,8 @@ namespace ocnn_fused::cpu {
 
 // Elements that every elementwise stage handles at once: one cache line of float32.
 constexpr int64_t kLanes = 16;
+// Channels that evaluate and gather take at once: long enough a run of each plane for the memory system to stream.
+constexpr int64_t kStrip = 4 * kLanes;
 // Side of the square tiles that mix reads together with their mirror image.
 constexpr int64_t kTile = kLanes;
 
@@ -18,6 +20,7 @@ struct WeightView {
   int64_t channel_stride;
   const int64_t* tap_offsets;
   int64_t taps;
+  bool dense;  // tap_offsets[u] == u
 };
 
 // One block of a plan and the planes V (or their gradients G) it owns:
@@ -41,7 +44,7 @@ struct Window {
   int64_t channel_begin, channel_end;
   int64_t rows() const { return row_end - row_begin; }
   int64_t channels() const { return channel_end - channel_begin; }
-  int64_t lane_blocks() const { return (channels() + kLanes - 1) / kLanes; }
+  int64_t strips() const { return (channels() + kStrip - 1) / kStrip; }
 };
 
 // Matrices of the mix stage; see Plan.symmetric, Plan.antisymmetric and Plan.adjoint.
@@ -68,10 +71,10 @@ struct TapPairs {
 // Stages that touch the weight. Ranges of work items let the caller split them over threads.
 template <typename S, typename T>
 struct WeightStages {
-  // V = E K on items [begin, end) of rows x lane blocks.
+  // V = E K on items [begin, end) of rows x strips.
   void (*evaluate)(const WeightView<const S>&, const BlockView<T>*, int64_t blocks, const Window&, int64_t begin,
                    int64_t end);
-  // dK = E^T G on items [begin, end) of rows x lane blocks.
+  // dK = E^T G on items [begin, end) of rows x strips.
   void (*gather)(const WeightView<S>&, const BlockView<T>*, int64_t blocks, const Window&, int64_t begin, int64_t end);
   // The whole pass for kLanes groups at once: returns the loss of lane block `item`; writes dK if grad.data is set.
   double (*small)(const WeightView<const S>&, const WeightView<S>& grad, const TapPairs&, int64_t groups, int64_t rows,

@@ -21,13 +21,14 @@ def unavailable_reason(device: torch.device) -> str | None:
 
 
 def run(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
+    ops = torch.ops.ocnn_fused
     losses, grads = [], []
     for weight, plan in zip(weights, plans, strict=True):
         if plan.small:
-            loss, grad = torch.ops.ocnn_fused.execute_small(weight, *lower_small(plan), with_grad)
+            loss, grad = ops.execute_small.default(weight, *lower_small(plan), with_grad)
         else:
             lowered = lower(plan, accumulation_dtype(weight.dtype))
-            loss, grad = torch.ops.ocnn_fused.execute_plan(weight, *lowered, with_grad)
+            loss, grad = ops.execute_plan.default(weight, *lowered, with_grad)
         losses.append(loss)
         grads.append(grad)
     return losses, grads if with_grad else []
