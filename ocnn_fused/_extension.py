@@ -18,7 +18,10 @@ def _load() -> tuple[Any, str | None]:
     except ModuleNotFoundError as error:
         if error.name != f"{__package__}._C":
             raise
-        return None, "the compiled extension is not built; run `pip install --no-build-isolation .` where torch is installed"
+        return (
+            None,
+            "the compiled extension is not built; run `pip install --no-build-isolation .` where torch is installed",
+        )
     except ImportError as error:
         import torch
 

@@ -26,22 +26,21 @@ class OrthLoss(torch.autograd.Function):
     def forward(ctx: Any, geometry: tuple[Any, ...], *weights: Tensor) -> Any:  # type: ignore[override]
         losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(weights, *geometry)
         ctx.geometry = geometry
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*weights, *grads)
-        return losses
+        return tuple(losses)
 
     @staticmethod
-    def backward(ctx: Any, grad_losses: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if grad_losses is None:
-            return (None,) * len(ctx.needs_input_grad)
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         saved = ctx.saved_tensors
         count = len(saved) // 2
         weights, grads = saved[:count], saved[count:]
         if torch.is_grad_enabled():
             grads = _differentiable_grads(weights, *ctx.geometry[:4])
-        scales = grad_losses.unbind()  # 0-dim: they do not promote the gradients' dtype
+        # The scales are 0-dim, so they do not promote the gradients' dtype.
         return None, *(
-            grad * scale if needed else None
-            for grad, scale, needed in zip(grads, scales, ctx.needs_input_grad[1:], strict=True)
+            grad * scale if needed and scale is not None else None
+            for grad, scale, needed in zip(grads, grad_outputs[:count], ctx.needs_input_grad[1:], strict=True)
         )
 
 
@@ -51,12 +50,12 @@ class TransformableOrthLoss(OrthLoss):
     @staticmethod
     def forward(geometry: tuple[Any, ...], *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(weights, *geometry)
-        return losses, *grads
+        return *losses, *grads
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         geometry, *weights = inputs
-        _, *grads = output
+        grads = output[len(weights) :]
         ctx.geometry = geometry
         ctx.mark_non_differentiable(*grads)
         ctx.set_materialize_grads(False)  # of the gradients, which have none
@@ -71,9 +70,13 @@ class TransformableOrthLoss(OrthLoss):
             for weight, dim in zip(weights, in_dims[1:], strict=True)
         ]
         repeated = (*(list(values) * size for values in geometry[:4]), *geometry[4:6], geometry[6] * size)
-        losses, *grads = TransformableOrthLoss.apply(repeated, *(weight for batch in zip(*batches, strict=True) for weight in batch))
-        stacked = [torch.stack(grads[index :: len(weights)]) for index in range(len(weights))]
-        return (losses.unflatten(0, (size, -1)), *stacked), (0,) * (1 + len(weights))
+        outputs = TransformableOrthLoss.apply(
+            repeated, *(weight for batch in zip(*batches, strict=True) for weight in batch)
+        )
+        count = len(weights)
+        losses, grads = outputs[: size * count], outputs[size * count :]
+        stacked = [torch.stack(of_all[index::count]) for of_all in (losses, grads) for index in range(count)]
+        return tuple(stacked), (0,) * (2 * count)
 
 
 def _differentiable_grads(
@@ -101,18 +104,18 @@ def _differentiable_grads(
     return grads
 
 
-def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
-    """One loss per weight. ``torch.func`` transforms need to see the Function itself; everything else sees one op."""
+def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:
+    """One 0-dim loss per weight. ``torch.func`` transforms must see the Function itself, all others see one op."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return TransformableOrthLoss.apply((*geometry, [True] * len(weights)), *weights)[0]
+        return TransformableOrthLoss.apply((*geometry, [True] * len(weights)), *weights)[: len(weights)]
     return torch.ops.ocnn_fused.orth_loss.default(weights, *geometry)
 
 
-def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
+def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:
     # With nothing to differentiate, only the loss is computed.
     with_grad = [weight.requires_grad for weight in weights]
     if torch.is_grad_enabled() and any(with_grad):
-        return OrthLoss.apply((*geometry, with_grad), *weights)
+        return list(OrthLoss.apply((*geometry, with_grad), *weights))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.ocnn_fused.orth_loss.default(weights, *geometry)
 

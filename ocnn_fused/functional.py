@@ -50,8 +50,8 @@ def fused_orth_loss(
     Returns:
         The loss in float64 for a float64 weight, else in float32. The gradient has the weight's dtype.
     """
-    losses = _losses([weight], [stride], [dilation], [groups], [padding], side, backend, names=_SINGULAR)
-    return _finish(losses, squared).squeeze(0)
+    (loss,) = _losses([weight], [stride], [dilation], [groups], [padding], side, backend, names=_SINGULAR)
+    return loss if squared else frobenius_norm(loss)
 
 
 def fused_orth_loss_foreach(
@@ -60,7 +60,7 @@ def fused_orth_loss_foreach(
     *,
     dilations: IntOrTuple | Sequence[IntOrTuple] = 1,
     groups: int | Sequence[int] = 1,
-    paddings: IntOrTuple | None | Sequence[IntOrTuple | None] = None,
+    paddings: IntOrTuple | Sequence[IntOrTuple | None] | None = None,
     squared: bool = True,
     side: str = "auto",
     backend: str | None = None,
@@ -68,25 +68,29 @@ def fused_orth_loss_foreach(
     """:func:`fused_orth_loss` of many weights in one pass, as a 1-D tensor with one loss per weight.
 
     ``strides``, ``dilations``, ``groups`` and ``paddings`` are one int (or None) for all weights, or a sequence with
-    one entry per weight, each as :func:`fused_orth_loss` takes it. All weights must be on one device.
+    one entry per weight, each as :func:`fused_orth_loss` takes it. All weights must be on one device. The result is
+    float64 if any weight is, else float32.
     """
+    if isinstance(weights, Tensor):
+        raise TypeError("weights must be a sequence of tensors, got one tensor; use fused_orth_loss for that")
     weights = list(weights)
     count = len(weights)
     if count == 0:
         return torch.zeros(0)
-    return _finish(
-        _losses(
-            weights,
-            _one_each("strides", strides, count),
-            _one_each("dilations", dilations, count),
-            _one_each("groups", groups, count),
-            _one_each("paddings", paddings, count),
-            side,
-            backend,
-            names=_PLURAL,
-        ),
-        squared,
+    losses = _losses(
+        weights,
+        _one_each("strides", strides, count),
+        _one_each("dilations", dilations, count),
+        _one_each("groups", groups, count),
+        _one_each("paddings", paddings, count),
+        side,
+        backend,
+        names=_PLURAL,
     )
+    if any(loss.dtype != losses[0].dtype for loss in losses):
+        losses = [loss.double() for loss in losses]
+    stacked = torch.stack(list(losses))
+    return stacked if squared else frobenius_norm(stacked)
 
 
 def kernel_orth_loss(weight: Tensor, *, groups: int = 1, squared: bool = True, backend: str | None = None) -> Tensor:
@@ -98,12 +102,14 @@ def kernel_orth_loss(weight: Tensor, *, groups: int = 1, squared: bool = True, b
     return fused_orth_loss(weight, groups=groups, padding=0, squared=squared, backend=backend)
 
 
-_SINGULAR = {"weights": "weight", "strides": "stride", "dilations": "dilation", "groups": "groups", "paddings": "padding"}
+_SINGULAR = {
+    "weights": "weight",
+    "strides": "stride",
+    "dilations": "dilation",
+    "groups": "groups",
+    "paddings": "padding",
+}
 _PLURAL = {name: name for name in _SINGULAR}
-
-
-def _finish(losses: Tensor, squared: bool) -> Tensor:
-    return losses if squared else frobenius_norm(losses)
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
@@ -124,7 +130,7 @@ def _losses(
     side: str,
     backend: str | None,
     names: dict[str, str],
-) -> Tensor:
+) -> Sequence[Tensor]:
     if side not in ("auto", "row", "column"):
         raise ValueError(f"side must be 'auto', 'row' or 'column', got {side!r}")
     if backend is not None and backend not in BACKENDS:
@@ -160,7 +166,8 @@ def _check_weight(label: str, weight: Any, first: Tensor) -> None:
         raise TypeError(f"{label} must be float64, float32, bfloat16 or float16, got {weight.dtype}")
     if not 2 <= weight.dim() <= 5:
         raise ValueError(
-            f"{label} must have 2 (Linear) to 5 (Conv3d) dimensions (M, C/groups, k1..kn), got shape {tuple(weight.shape)}"
+            f"{label} must have 2 (Linear) to 5 (Conv3d) dimensions (M, C/groups, k1..kn), "
+            f"got shape {tuple(weight.shape)}"
         )
     if any(size == 0 for size in weight.shape):
         raise ValueError(f"{label} must not have an empty dimension, got shape {tuple(weight.shape)}")

@@ -1,4 +1,4 @@
-"""The ops that ``torch.compile`` sees: geometry in, losses out; planning and backend choice stay inside.
+"""The ops that ``torch.compile`` sees: geometry in, one 0-dim loss per weight out; planning stays inside.
 
 ``ocnn_fused::orth_loss`` is differentiable (see autograd.py); ``ocnn_fused::orth_loss_and_grad`` also returns the
 gradients of the weights marked in ``with_grad`` (empty tensors for the others) and is what its forward calls when a
@@ -9,7 +9,6 @@ weight needs one. Both take, flattened over weights and their spatial axes, ``st
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from types import ModuleType
 from typing import Any
 
@@ -23,8 +22,8 @@ from .plan import Plan, make_plan, reduce_axis
 _GEOMETRY = "int[] strides, int[] dilations, int[] paddings, int[] groups, str side, str backend"
 
 _library = torch.library.Library("ocnn_fused", "FRAGMENT")
-_library.define(f"orth_loss(Tensor[] weights, {_GEOMETRY}) -> Tensor")
-_library.define(f"orth_loss_and_grad(Tensor[] weights, {_GEOMETRY}, bool[] with_grad) -> (Tensor, Tensor[])")
+_library.define(f"orth_loss(Tensor[] weights, {_GEOMETRY}) -> Tensor[]")
+_library.define(f"orth_loss_and_grad(Tensor[] weights, {_GEOMETRY}, bool[] with_grad) -> (Tensor[], Tensor[])")
 
 
 def plan_for(
@@ -60,10 +59,6 @@ def _plans(
         yield plan_for(weight.shape, strides[axes], dilations[axes], paddings[axes], group, side, backend)
 
 
-def _loss_dtype(weights: Sequence[Tensor]) -> torch.dtype:
-    return reduce(torch.promote_types, (accumulation_dtype(weight.dtype) for weight in weights))
-
-
 def _run(
     weights: Sequence[Tensor],
     strides: Sequence[int],
@@ -73,17 +68,14 @@ def _run(
     side: str,
     backend: str,
     with_grad: Sequence[bool],
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[list[Tensor], list[Tensor]]:
     module = backends.choose(weights[0].device, backend or None)
     plans = list(_plans(weights, strides, dilations, paddings, groups, side, module))
     if all(with_grad) or not any(with_grad):
         losses, grads = module.run(weights, plans, any(with_grad))
     else:
         losses, grads = _run_some(module, weights, plans, with_grad)
-    if len({loss.dtype for loss in losses}) > 1:
-        dtype = _loss_dtype(weights)
-        losses = [loss.to(dtype) for loss in losses]
-    return torch.stack(losses), grads or [weight.new_empty(0) for weight in weights]
+    return losses, grads or [weight.new_empty(0) for weight in weights]
 
 
 def _run_some(
@@ -101,8 +93,9 @@ def _run_some(
     return losses, grads
 
 
-def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
-    return _run(weights, *geometry, with_grad=[False] * len(weights))[0]
+def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> list[Tensor]:
+    arguments = (*geometry, [False] * len(weights))
+    return _run(weights, *arguments)[0]
 
 
 _library.impl("orth_loss", _orth_loss, "CompositeExplicitAutograd")
@@ -110,12 +103,12 @@ _library.impl("orth_loss_and_grad", _run, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("ocnn_fused::orth_loss", lib=_library)
-def _orth_loss_fake(weights: Sequence[Tensor], *geometry: Any) -> Tensor:
-    return weights[0].new_empty(len(weights), dtype=_loss_dtype(weights))
+def _orth_loss_fake(weights: Sequence[Tensor], *geometry: Any) -> list[Tensor]:
+    return [weight.new_empty((), dtype=accumulation_dtype(weight.dtype)) for weight in weights]
 
 
 @torch.library.register_fake("ocnn_fused::orth_loss_and_grad", lib=_library)
-def _orth_loss_and_grad_fake(weights: Sequence[Tensor], *geometry: Any) -> tuple[Tensor, list[Tensor]]:
+def _orth_loss_and_grad_fake(weights: Sequence[Tensor], *geometry: Any) -> tuple[list[Tensor], list[Tensor]]:
     with_grad = geometry[-1]
     return _orth_loss_fake(weights), [
         torch.empty_like(weight) if needed else weight.new_empty(0)

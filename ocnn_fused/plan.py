@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from math import gcd, prod
 from typing import Literal
 
@@ -82,7 +82,7 @@ def _power_of_two_near(value: Fraction) -> Fraction:
     return Fraction(2) ** exponent
 
 
-@lru_cache(maxsize=None)
+@cache
 def toom_scheme(taps: int) -> Scheme:
     """Reciprocal Toom-Cook: ``2*taps - 1`` products, one per point, closed under ``p:q <-> q:p``.
 
@@ -112,7 +112,7 @@ def toom_scheme(taps: int) -> Scheme:
     )
 
 
-@lru_cache(maxsize=None)
+@cache
 def direct_scheme(taps: int) -> Scheme:
     """One product per pair of taps; the outputs are the lags themselves, so there is nothing to interpolate."""
     outputs = 2 * taps - 1
@@ -181,8 +181,8 @@ class Axis:
 def reduce_axis(kernel: int, stride: int = 1, dilation: int = 1, padding: int | None = None) -> Axis:
     """Taps, step and kept lags of one axis; ``padding=None`` keeps every lag.
 
-    A padding of ``P`` keeps the output positions within ``P`` of the centre, and those that are ``dilation`` apart from
-    any tap difference are zero. Lag 0 alone is what a step of the whole kernel gives, where both sides serve.
+    A padding of ``P`` keeps the output positions within ``P`` of the centre. Lag 0 alone is what a step of the whole
+    kernel gives, and there both sides serve.
     """
     common = gcd(stride, dilation)
     step = stride // common
@@ -199,7 +199,9 @@ def reduce_axis(kernel: int, stride: int = 1, dilation: int = 1, padding: int | 
 
 @dataclass(frozen=True)
 class Block:
-    """Residue classes with equal tap counts, stacked: ``V_p[i, (r, c)] = sum_m evaluation[p][m] K[i, c, source[r][m]]``.
+    """Residue classes with equal tap counts, stacked.
+
+    ``V_p[i, (r, c)] = sum_m evaluation[p][m] K[i, c, sources[r][m]]``.
 
     ``sources[r][m]`` is a flat (row-major) tap index, or -1 for a tap that a short phase does not have.
     """
@@ -250,7 +252,7 @@ class Rates:
 
 
 #: Two AVX2 cores; the shape of the choice is the same on more.
-CPU_RATES = Rates("cpu", 75e9, 20.0, 25e9, 12e9, 4e-6, 15e9, 16)
+CPU_RATES = Rates("cpu", 75e9, 20.0, 25e9, 12e9, 4e-6, 4e9, 16)
 
 
 @dataclass(frozen=True)
@@ -268,8 +270,9 @@ class Plan:
     """How one weight's loss and gradient are computed; made by :func:`make_plan`, executed by a backend.
 
     With ``x_o = X_o[i, j]`` and ``y_o = X_o[j, i]`` of the stored outputs, half of the lags (zero first; the rest are
-    transposes) are ``Z_t[i, j] = sum_o mix[t][o] x_o + mix_transposed[t][o] y_o``. ``self_paired[o]`` marks outputs that
-    are symmetric. On the column side the roles of ``i`` and ``(r, c)`` are swapped and ``offset`` makes up the constant.
+    transposes) are ``Z_t[i, j] = sum_o mix[t][o] x_o + mix_transposed[t][o] y_o``. ``self_paired[o]`` marks outputs
+    that are symmetric. On the column side the roles of ``i`` and ``(r, c)`` are swapped, and ``offset`` is the constant
+    by which the two losses differ.
     """
 
     rows: int  # M per group
@@ -340,7 +343,9 @@ class Plan:
         Self-paired outputs count twice because both factors of their product are the same planes.
         """
         return tuple(
-            tuple((2 if self.self_paired[o] else 1) * w * row[o] for w, row in zip(self.lag_weights, matrix, strict=True))
+            tuple(
+                (2 if self.self_paired[o] else 1) * w * row[o] for w, row in zip(self.lag_weights, matrix, strict=True)
+            )
             for o in range(self.outputs)
         )
 
@@ -375,7 +380,8 @@ class Plan:
             repr(self),
             f"F.conv with autograd: {self.reference_multiply_adds / 1e6:.4g}M multiply-adds "
             f"({self.reference_multiply_adds / max(1, self.cost.multiply_adds):.1f}x)",
-            f"{'plan':<14}{'gram side':>10}{'products':>10}{'mult-adds':>12}{'elementwise':>13}{'MB moved':>10}{'est. us':>10}",
+            f"{'plan':<14}{'gram side':>10}{'products':>10}{'mult-adds':>12}{'elementwise':>13}"
+            f"{'MB moved':>10}{'est. us':>10}",
         ]
         for plan in sorted((self, *self.alternatives), key=lambda candidate: candidate.cost.seconds):
             cost = plan.cost
@@ -454,11 +460,11 @@ def _half_lags(axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(lag for lag in sorted(lags) if lag >= zero)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _bilinear(
     axes: tuple[Axis, ...], side: Side, algorithm: Algorithm
 ) -> tuple[tuple[Block, ...], tuple[tuple[int, int, int, int], ...], tuple[bool, ...], Matrix, Matrix]:
-    """Blocks, stored products, self-paired flags, mix and transposed mix: everything that does not depend on M and C."""
+    """Blocks, stored products, self-paired flags, mix, transposed mix: all that does not depend on M and C."""
     lags = _half_lags(axes)
     blocks: list[Block] = []
     products: list[tuple[int, int, int, int]] = []
@@ -510,7 +516,14 @@ def _bilinear(
 
 
 def _candidate(
-    rows: int, channels: int, groups: int, axes: tuple[Axis, ...], side: Side, algorithm: Algorithm, small: bool, rates: Rates
+    rows: int,
+    channels: int,
+    groups: int,
+    axes: tuple[Axis, ...],
+    side: Side,
+    algorithm: Algorithm,
+    small: bool,
+    rates: Rates,
 ) -> Plan:
     blocks, products, self_paired, mix, mix_transposed = _bilinear(axes, side, algorithm)
     phases = prod(axis.residues for axis in axes)
@@ -526,7 +539,7 @@ def _candidate(
 def _cost(plan: Plan, rates: Rates) -> Cost:
     """Work of one plan, counted, and its time under ``rates``: products, elementwise stages, traffic and launches."""
     gram = plan.work_rows
-    multiply_adds = seconds = 0
+    multiply_adds, seconds = 0, 0.0
     for block, _, _, out in plan.products:
         contraction = plan.rows if plan.side == "column" else plan.channels * plan.blocks[block].residues
         applied = 1 if plan.self_paired[out] else 2

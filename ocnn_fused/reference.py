@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -48,7 +49,7 @@ def orth_loss(
     axes = weight.dim() - 2
     strides, dilations = _per_axis(stride, axes), _per_axis(dilation, axes)
     paddings = (None,) * axes if padding is None else _per_axis(padding, axes)
-    kernel = weight.shape[2:]
+    kernel: tuple[int, ...] = weight.shape[2:]
     steps, pads = [], []
     for k, s, d, p in zip(kernel, strides, dilations, paddings, strict=True):
         step = s // gcd(s, d)
@@ -65,8 +66,9 @@ def orth_loss(
     inputs = weight.reshape(groups, rows, channels, *kernel).transpose(0, 1).reshape(rows, groups * channels, *kernel)
     product = _CONVOLUTIONS[axes](inputs, weight, stride=tuple(steps), padding=tuple(pads), groups=groups)
     target = torch.zeros_like(product)
-    centre = tuple(p // s for p, s in zip(pads, steps, strict=True))
-    target[(slice(None), slice(None), *centre)] = torch.eye(rows, dtype=weight.dtype, device=weight.device).repeat(1, groups)
+    centre: tuple[Any, ...] = (..., *(p // s for p, s in zip(pads, steps, strict=True)))
+    identity = torch.eye(rows, dtype=weight.dtype, device=weight.device).repeat(1, groups)
+    target[centre] = identity
     residual = product - target
     loss = residual.square().sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     return loss if squared else frobenius_norm(loss)

@@ -25,7 +25,7 @@ _warned: set[str] = set()
 
 
 def choose(device: torch.device, name: str | None = None) -> ModuleType:
-    """The backend called ``name``, or the first that serves ``device``; ``OCNN_FUSED_BACKEND`` sets the default name."""
+    """The backend called ``name``, or the first to serve ``device``; ``OCNN_FUSED_BACKEND`` is the default name."""
     name = name or os.environ.get("OCNN_FUSED_BACKEND") or None
     if name is not None:
         if name not in BACKENDS:
@@ -34,7 +34,7 @@ def choose(device: torch.device, name: str | None = None) -> ModuleType:
         if reason is not None:
             raise RuntimeError(f"backend {name!r} is not available: {reason}")
         return BACKENDS[name]
-    reasons = {}
+    reasons: dict[str, str] = {}
     for candidate, module in BACKENDS.items():
         reason = module.unavailable_reason(device)
         if reason is None:
@@ -51,7 +51,8 @@ def _warn_if_slower(chosen: str, device: torch.device, reasons: dict[str, str]) 
     _warned.add(device.type)
     relevant = reasons.get(device.type, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
     warnings.warn(
-        f"ocnn_fused runs its plans through PyTorch on {device.type}, which is slower than a compiled backend: {relevant}",
+        f"ocnn_fused runs its plans through PyTorch on {device.type}, "
+        f"which is slower than a compiled backend: {relevant}",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -57,7 +57,9 @@ def lower(plan: Plan, dtype: torch.dtype) -> Lowered:
         evaluation=[to_tensor(block.evaluation, dtype) for block in plan.blocks],
         sources=sources,
         runs=[
-            number for run in plan.runs for number in (run.block, run.left, run.right, run.out, run.count, int(run.summed))
+            number
+            for run in plan.runs
+            for number in (run.block, run.left, run.right, run.out, run.count, int(run.summed))
         ],
         outputs=plan.outputs,
         mix=mix,

@@ -79,10 +79,10 @@ def _run_one(weight: Tensor, plan: Plan, with_grad: bool) -> tuple[Tensor, Tenso
     gradients = [torch.zeros_like(plane) for plane in planes]
     for run in plan.runs:
         y = adjoint[run.out : run.out + (1 if run.summed else run.count)]
-        left, right = slice(run.left, run.left + run.count), slice(run.right, run.right + run.count)
-        gradients[run.block][left] += y @ planes[run.block][right]
+        firsts, seconds = slice(run.left, run.left + run.count), slice(run.right, run.right + run.count)
+        gradients[run.block][firsts] += y @ planes[run.block][seconds]
         if run.left != run.right:
-            gradients[run.block][right] += y.transpose(-1, -2) @ planes[run.block][left]
+            gradients[run.block][seconds] += y.transpose(-1, -2) @ planes[run.block][firsts]
 
     # gather: every tap belongs to exactly one residue of one block
     grad = torch.empty_like(kernel)

@@ -1,0 +1,92 @@
+# Every target does its own set-up in .venv; stamps keep a second call from repeating it.
+# After `make install` Python files are used where they lie: only csrc/ needs a rebuild.
+
+TORCH       ?= torch==2.13.0
+# The version this torch is released with. `make test TRITON=` goes without: it takes 700 MB of disk.
+TRITON      ?= triton==3.7.1
+PYTHON      ?= $(shell command -v python3.11 || command -v python3)
+PYTEST_ARGS ?=
+BENCH_ARGS  ?=
+
+SANITIZERS     ?= address,undefined
+SANITIZE_TESTS ?= tests/test_cpu_backend.py
+# Measures resident memory, which AddressSanitizer's quarantine of freed blocks fills.
+SANITIZE_SKIP  ?= tests/test_cpu_backend.py::test_repeated_calls_keep_no_memory
+
+VENV   := .venv
+STAMPS := $(VENV)/stamps
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --quiet --disable-pip-version-check
+EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
+NATIVE := $(shell find csrc)
+CLANG  := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+
+.PHONY: install test bench lint format sanitize clean FORCE
+.DELETE_ON_ERROR:
+
+install: $(STAMPS)/extension
+
+test: $(STAMPS)/extension $(STAMPS)/test
+	$(PY) -m pytest tests $(PYTEST_ARGS)
+
+bench: $(STAMPS)/extension $(STAMPS)/bench
+	$(PY) benchmarks/compare.py $(BENCH_ARGS)
+
+lint: $(STAMPS)/dev
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run --Werror $(CLANG)
+
+format: $(STAMPS)/dev
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(CLANG)
+
+# A whole copy of the package, compiled with the sanitizers; the tests run from within, so that it is what they import.
+# Their reports go past pytest (--capture=sys), else they would die with the process.
+# libstdc++ is preloaded too, because the sanitizers look for its __cxa_throw before torch has loaded it.
+SANITIZED := build/sanitize/lib
+PRELOAD    = $$(for name in asan ubsan stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done | paste -sd:)
+CHECKED    = env LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(CURDIR)/$(PY)
+
+sanitize: $(STAMPS)/test
+	OCNN_FUSED_SANITIZE=$(SANITIZERS) $(PY) setup.py --quiet \
+	    build --build-base build/sanitize --build-lib $(SANITIZED) build_ext --force
+	cd $(SANITIZED) && $(CHECKED) -c \
+	    'import ocnn_fused._C as c; assert "-fsanitize=$(SANITIZERS)" in c.build_info()["flags"], c.__file__'
+	cd $(SANITIZED) && $(CHECKED) -m pytest --capture=sys --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) \
+	    $(addprefix $(CURDIR)/,$(SANITIZE_TESTS)) $(addprefix --deselect=,$(SANITIZE_SKIP)) $(PYTEST_ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info ocnn_fused/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(STAMPS):
+	$(PYTHON) -m venv $(VENV)
+	mkdir -p $@
+
+# Holds the wanted versions and changes only with them, so that another TORCH or TRITON reinstalls.
+$(STAMPS)/wanted-%: FORCE | $(STAMPS)
+	@echo '$($*)' | cmp -s - $@ || echo '$($*)' > $@
+
+$(STAMPS)/torch: $(STAMPS)/wanted-TORCH
+	$(PIP) install $(TORCH) 'setuptools>=77.0.3' wheel ninja pybind11
+	touch $@
+
+# The package without what is compiled: that is built in place, where ninja redoes only what changed.
+$(STAMPS)/package: pyproject.toml $(STAMPS)/torch
+	$(EDITABLE) .
+	touch $@
+
+$(STAMPS)/extension: $(NATIVE) setup.py ocnn_fused/_version.py $(STAMPS)/package
+	$(PY) setup.py --quiet build_ext --inplace --force
+	touch $@
+
+$(STAMPS)/test: $(STAMPS)/wanted-TRITON $(STAMPS)/package
+	$(EDITABLE) '.[test]' $(TRITON)
+	touch $@
+
+$(STAMPS)/bench $(STAMPS)/dev: $(STAMPS)/%: $(STAMPS)/package
+	$(EDITABLE) '.[$*]'
+	touch $@

@@ -1,0 +1,189 @@
+"""The fused loss against the reference: speed, share of the bound and memory, layer by layer and over a whole network.
+
+Run it as one of::
+
+    python benchmarks/compare.py                          the shapes with targets, then ResNet-34
+    python benchmarks/compare.py --network vgg16 dcgan    these networks
+    python benchmarks/compare.py --network all --quick    everything, roughly
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import perf_counter
+
+import torch
+from bound import plan_of, products_of, run_products
+from memory import peak_extra_bytes
+from report import LEGEND, Result, Section, Sum, draw, machine, text, verdict, write_csv, write_markdown
+from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer
+from steps import DTYPES, IMPLEMENTATIONS, Settings, WrongResultError, check_step, expand, make_weights, run_step
+from timing import Disturbance, Effort, Timer, interleave, make_timer
+from tqdm import tqdm
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+#: A whole network is timed in fewer rounds than a layer: its time is a sum, so it scatters less.
+NETWORK_ROUNDS = 3
+
+
+class Comparison:
+    """Measures layers and networks under one set of settings; a layer that occurs twice is measured once."""
+
+    def __init__(self, settings: Settings, effort: Effort, timer: Timer, with_memory: bool) -> None:
+        self.settings = settings
+        self.effort = effort
+        self.timer = timer
+        self.with_memory = with_memory
+        self._layers: dict[tuple[object, ...], Result] = {}
+
+    def layer(self, layer: Layer) -> Result:
+        """One layer on its own."""
+        if layer.geometry not in self._layers:
+            self._layers[layer.geometry] = self._measure(layer.label, [replace(layer, count=1)], self.effort)
+        return replace(self._layers[layer.geometry], role=layer.name, count=layer.count)
+
+    def network(self, name: str) -> Result:
+        """All layers of a network in one call, against a loop of references."""
+        effort = replace(self.effort, min_rounds=min(self.effort.min_rounds, NETWORK_ROUNDS))
+        return self._measure(f"{name}: one call", NETWORKS[name], effort)
+
+    def _measure(self, name: str, layers: Sequence[Layer], effort: Effort) -> Result:
+        every, gradient = expand(layers), self.settings.gradient
+        weights = make_weights(every, self.settings)
+        check_step(weights, every, gradient)
+        contestants: dict[str, Callable[[], object]] = {
+            implementation: partial(run_step, implementation, weights, every, gradient)
+            for implementation in IMPLEMENTATIONS
+        }
+        if products := products_of(layers, self.settings):
+            contestants["bound"] = partial(run_products, products)
+            run_products(products)
+        disturbance = Disturbance()
+        samples = interleave(contestants, self.timer, effort)
+        disturbed = disturbance.share
+        measured = IMPLEMENTATIONS if self.with_memory else ()
+        memory = {which: peak_extra_bytes(which, layers, self.settings) for which in measured}
+        plans = {plan_of(layer, self.settings).name for layer in layers}
+        return Result(name, name, 1, plans.pop() if len(plans) == 1 else "mixed", samples, memory, disturbed)
+
+
+class Progress:
+    """A bar that counts measurements and names the current one."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm(total=total, unit="row", dynamic_ncols=True)
+
+    def __call__(self, name: str, measure: Callable[[], Result]) -> Result:
+        self._bar.set_description(f"{name:<24}")
+        result = measure()
+        self._bar.set_postfix_str(f"{result.ratio:.1f}x")
+        self._bar.update()
+        return result
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def target_section(comparison: Comparison, progress: Progress) -> Section:
+    """The single shapes, with their targets where these apply."""
+    section = Section("Single shapes with targets")
+    for target in TARGETS:
+        result = progress(target.layer.label, partial(comparison.layer, target.layer))
+        if targets_apply(comparison.settings):
+            result = replace(result, target_ratio=target.ratio, target_share=target.share)
+        section.results.append(result)
+    return section
+
+
+def network_section(name: str, comparison: Comparison, progress: Progress) -> Section:
+    """Every distinct layer of a network, their sum, and the network in one call."""
+    layers = NETWORKS[name]
+    section = Section(f"{name}: {sum(layer.count for layer in layers)} convolutions")
+    section.results = [progress(layer.label, partial(comparison.layer, layer)) for layer in layers]
+    section.sum = Sum.of(name, section.results)
+    section.network = progress(name, partial(comparison.network, name))
+    if targets_apply(comparison.settings):
+        section.network = replace(section.network, target_ratio=NETWORK_RATIOS.get(name))
+    return section
+
+
+def targets_apply(settings: Settings) -> bool:
+    """The targets are for loss and gradient in float32 on two CPU threads."""
+    return settings == Settings("cpu", torch.float32, 2, True)
+
+
+def write(directory: Path, sections: Sequence[Section], settings: Settings) -> Path:
+    """Markdown, CSV and picture; returns where the picture is."""
+    directory.mkdir(parents=True, exist_ok=True)
+    where, picture = machine(settings), directory / "compare.png"
+    write_markdown(directory / "compare.md", sections, where)
+    write_csv(directory / "compare.csv", sections, where)
+    draw(picture, sections, where)
+    return picture
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", nargs="+", choices=[*NETWORKS, "all"], help="networks to measure")
+    parser.add_argument("--shapes", action="store_true", help="measure the single shapes with targets")
+    parser.add_argument("--loss-only", action="store_true", help="measure the loss without its gradient")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
+    parser.add_argument("--device", default="cpu", help="device of the weights (default: cpu)")
+    parser.add_argument("--seconds", type=float, default=4.0, help="time for the rounds of one row (default: 4)")
+    parser.add_argument("--repeats", type=int, help="exact number of rounds per row instead of --seconds")
+    parser.add_argument("--quick", action="store_true", help="two rounds per row at least, half a second, no memory")
+    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for markdown, CSV and picture")
+    options = parser.parse_args(arguments)
+    if not options.network and not options.shapes:
+        options.network, options.shapes = ["resnet34"], True
+    options.network = list(NETWORKS) if "all" in (options.network or ()) else options.network or []
+    return options
+
+
+def effort_of(options: argparse.Namespace) -> Effort:
+    if options.repeats:
+        return Effort.exactly(options.repeats)
+    return Effort(0.5, min_rounds=2) if options.quick else Effort(options.seconds)
+
+
+def measure(options: argparse.Namespace, settings: Settings, timer: Timer) -> list[Section]:
+    """All sections that the options ask for."""
+    with_memory = not (options.no_memory or options.quick)
+    comparison = Comparison(settings, effort_of(options), timer, with_memory)
+    rows = sum(len(NETWORKS[name]) + 1 for name in options.network) + (len(TARGETS) if options.shapes else 0)
+    progress = Progress(rows)
+    try:
+        sections = [target_section(comparison, progress)] if options.shapes else []
+        return sections + [network_section(name, comparison, progress) for name in options.network]
+    finally:
+        progress.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, print and write; exits non-zero without reporting anything if a fused result is wrong."""
+    options = parse(arguments)
+    settings = Settings(options.device, DTYPES[options.dtype], options.threads, not options.loss_only)
+    torch.set_num_threads(settings.threads)
+    start = perf_counter()
+    try:
+        timer = make_timer(settings.device)
+        print(", ".join(f"{key}: {value}" for key, value in machine(settings).items()), flush=True)
+        sections = measure(options, settings, timer)
+    except (WrongResultError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from error
+    for section in sections:
+        print(f"\n{text(section)}")
+    picture = write(options.out, sections, settings)
+    print(f"\n{LEGEND}\n\n{verdict(sections)}\n\nPicture: {picture}")
+    print(f"Tables: {picture.with_suffix('.md')} and .csv\nTook {perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Interleaved timing: all contestants take turns in one process, so that they share whatever the machine is doing."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import perf_counter
+from typing import Protocol
+
+import numpy as np
+
+#: A sample repeats its call until it lasts about this long: far above the clock's and the scheduler's granularity.
+SAMPLE_SECONDS = 4e-3
+
+
+class Timer(Protocol):
+    """Times calls on one kind of device."""
+
+    def __call__(self, function: Callable[[], object], calls: int) -> float:
+        """Seconds per call, over ``calls`` calls in a row."""
+        ...
+
+
+class CpuTimer:
+    """Wall clock."""
+
+    def __call__(self, function: Callable[[], object], calls: int) -> float:
+        start = perf_counter()
+        for _ in range(calls):
+            function()
+        return (perf_counter() - start) / calls
+
+
+def make_timer(device: str) -> Timer:
+    """The timer for a device; a ValueError where there is none."""
+    if device != "cpu":
+        raise ValueError(f"device must be 'cpu': there is no timer for {device!r} yet")
+    return CpuTimer()
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How long one interleaved measurement may take: whole rounds until ``seconds`` have passed."""
+
+    seconds: float = 5.0
+    min_rounds: int = 5
+    max_rounds: int = 100
+
+    @staticmethod
+    def exactly(rounds: int) -> Effort:
+        return Effort(math.inf, rounds, rounds)
+
+
+@dataclass
+class Samples:
+    """Seconds per call of one contestant, one value per round."""
+
+    seconds: list[float] = field(default_factory=list)
+
+    def percentile(self, percent: float) -> float:
+        return float(np.percentile(self.seconds, percent))
+
+    @property
+    def median(self) -> float:
+        return self.percentile(50)
+
+    @property
+    def minimum(self) -> float:
+        return min(self.seconds)
+
+
+class Disturbance:
+    """How much of the machine went to others (processes or a hypervisor) since this was made."""
+
+    def __init__(self) -> None:
+        self._start = self._counters()
+
+    @staticmethod
+    def _counters() -> tuple[float, float] | None:
+        """Seconds of all processors spent busy by anyone but us, and their seconds in all."""
+        try:
+            fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        except OSError:
+            return None
+        user, nice, system, idle, waiting, *rest = (int(field) / os.sysconf("SC_CLK_TCK") for field in fields)
+        busy = user + nice + system + sum(rest)
+        return busy - sum(os.times()[:4]), busy + idle + waiting
+
+    @property
+    def share(self) -> float | None:
+        """0 on a quiet machine, 1 when nothing was left for us; None where the system does not tell."""
+        end = self._counters()
+        if self._start is None or end is None or end[1] <= self._start[1]:
+            return None
+        return max(0.0, (end[0] - self._start[0]) / (end[1] - self._start[1]))
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _one_call(function: Callable[[], object], timer: Timer) -> float:
+    """Seconds of one call: the fastest of three if it is short, so that one hiccup does not spoil the sample length."""
+    seconds = timer(function, 1)
+    return seconds if seconds > 0.2 else min(seconds, timer(function, 1), timer(function, 1))
+
+
+def interleave(contestants: Mapping[str, Callable[[], object]], timer: Timer, effort: Effort) -> dict[str, Samples]:
+    """Samples of every contestant; each round times all of them once, starting with another one each time.
+
+    The contestants must have been called once before, so that nothing is allocated or compiled here.
+    """
+    names = list(contestants)
+    samples = {name: Samples() for name in names}
+    with _no_garbage_collection():
+        start = perf_counter()
+        single = {name: _one_call(contestants[name], timer) for name in names}
+        calls = {name: math.ceil(SAMPLE_SECONDS / seconds) for name, seconds in single.items()}
+        counted = max(calls.values()) == 1  # then the calls that told us so are a whole round
+        if counted:
+            for name, seconds in single.items():
+                samples[name].seconds.append(seconds)
+        for done in range(int(counted), effort.max_rounds):
+            if done >= effort.min_rounds and perf_counter() - start >= effort.seconds:
+                break
+            first = done % len(names)
+            for name in names[first:] + names[:first]:
+                samples[name].seconds.append(timer(contestants[name], calls[name]))
+    return samples

@@ -1,0 +1,257 @@
+"""The compiled backend: every kind of plan and tile edge, the same bits each time, no memory kept or left unwritten."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import BACKENDS, assert_matches_definition, fused
+from oracle import Case
+
+from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach
+from ocnn_fused.plan import make_plan, reduce_axis
+
+pytestmark = pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled backend is left out")
+
+#: Name of the plan that each case must exercise, so that a change of the cost model cannot empty this list.
+KINDS = [
+    ("gram/row", Case((40, 70))),
+    ("gram/column", Case((300, 40))),
+    ("gram/row", Case((48, 64, 1, 1), stride=2)),
+    ("gram/row", Case((48, 24, 2, 2), stride=2)),
+    ("gram/column", Case((300, 5, 3, 3), padding=0)),
+    ("toom/row", Case((50, 70, 2, 2))),
+    ("toom/row", Case((70, 72, 3, 3))),
+    ("toom/row", Case((40, 48, 4, 4))),
+    ("toom/row", Case((40, 48, 5, 5))),
+    ("toom/row", Case((70, 60, 3, 3), stride=2)),
+    ("toom/row", Case((40, 24, 7, 7), stride=2)),
+    ("toom/column", Case((100, 3, 7, 7), stride=2)),
+    ("toom/column", Case((130, 40, 3, 3))),
+    ("toom/row", Case((50, 70, 3))),
+    ("toom/row", Case((24, 30, 3, 3, 3))),
+    ("toom/row", Case((40, 48, 3, 3), stride=2, dilation=2)),
+    ("toom/row", Case((96, 60, 3, 3), groups=2)),
+    ("toom/row", Case((40, 48, 5, 5), padding=2)),
+    ("toom/row", Case((40, 40, 2, 7))),
+    ("direct/row", Case((40, 48, 7))),
+    ("direct/row", Case((24, 24, 6, 7))),
+    ("direct/column", Case((100, 8, 7, 1))),
+    ("direct/column", Case((300, 8, 7), groups=3)),
+    ("small/row", Case((33, 1, 3, 3), groups=33)),
+    ("small/row", Case((128, 4, 3, 3), groups=32)),
+    ("small/row", Case((40, 1, 5, 5), stride=2, groups=20)),
+    ("small/row", Case((64, 1, 3), dilation=2, groups=64)),
+]
+
+
+def plan_name(case: Case) -> str:
+    paddings = [None] * case.rank if case.padding is None else case.paddings
+    geometry = zip(case.shape[2:], case.strides, case.dilations, paddings, strict=True)
+    axes = tuple(reduce_axis(*axis) for axis in geometry)
+    return make_plan(case.shape[0] // case.groups, case.shape[1], axes, case.groups).name
+
+
+@pytest.mark.parametrize(("name", "case"), KINDS, ids=str)
+def test_every_kind_of_plan(name: str, case: Case, poisoned_memory: None) -> None:
+    """In every dtype, with every fresh byte a NaN."""
+    assert plan_name(case) == name
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        weight = case.random(dtype=dtype)
+        assert_matches_definition(weight, case, backend="cpu")
+        alone = fused_orth_loss(weight, **case.options, backend="cpu")
+        assert torch.equal(alone, fused(weight, case, backend="cpu")[0]), "the loss without gradient is another"
+
+
+@pytest.mark.parametrize(
+    ("case", "side"),
+    [
+        (Case((16, 4000, 3, 3)), "row"),  # a long contraction is cut ...
+        (Case((20, 6000, 7)), "row"),
+        (Case((300, 600, 3, 3)), "column"),  # ... on the column side too
+        (Case((200, 400, 7)), "column"),
+        (Case((448, 64, 3, 3), groups=7), "auto"),  # groups that do not fit into the workspace at once
+        (Case((5120, 64, 7), groups=80), "auto"),
+        (Case((3072, 300), groups=12), "row"),
+        (Case((9000, 100), groups=30), "column"),
+    ],
+    ids=str,
+)
+def test_work_in_pieces(case: Case, side: str, poisoned_memory: None) -> None:
+    """What does not fit into the bounded workspace is cut; the result is that of the plan executed in one piece."""
+    weight = case.random()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss, gradient = fused(weight, case, side=side, backend="cpu")
+    assert sum(event.count for event in profile.key_averages() if event.key == "ocnn_fused::gram") > 1
+    expected_loss, expected_gradient = fused(weight, case, side=side, backend="torch")
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-11, atol=0)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-13)
+
+
+EDGES = (1, 2, 3, 15, 16, 17, 31, 33)
+
+
+@pytest.mark.parametrize("rows", EDGES)
+@pytest.mark.parametrize("side", ["row", "column"])
+def test_sizes_around_lanes_and_tiles(rows: int, side: str, poisoned_memory: None) -> None:
+    for channels in EDGES:
+        for case in (
+            Case((rows, channels)),
+            Case((rows, channels, 3)),
+            Case((rows, channels, 2, 3), stride=(1, 2)),
+            Case((2 * rows, channels, 2), groups=2),
+        ):
+            assert_matches_definition(case.random(), case, side=side, backend="cpu")
+
+
+@pytest.mark.parametrize("groups", [1, 15, 16, 17, 33])
+@pytest.mark.parametrize(("rows", "channels"), [(1, 1), (2, 1), (1, 3), (4, 4)])
+def test_group_counts_around_lanes(groups: int, rows: int, channels: int, poisoned_memory: None) -> None:
+    for case in (
+        Case((groups * rows, channels, 3, 3), groups=groups),
+        Case((groups * rows, channels, 4, 1), stride=2, groups=groups),
+        Case((groups * rows, channels), groups=groups),
+    ):
+        assert_matches_definition(case.random(), case, backend="cpu")
+
+
+@pytest.mark.parametrize(("name", "case"), KINDS, ids=str)
+def test_same_input_same_bits(name: str, case: Case) -> None:
+    weight = case.random(dtype=torch.float32)
+    first = fused(weight, case, backend="cpu")
+    others = [(other, other.random(dtype=torch.float32)) for _, other in KINDS[::7]]
+    for repeat in range(5):
+        if repeat >= 2:  # other sizes in between leave their numbers in the workspace
+            for other, values in others:
+                fused(values, other, backend="cpu")
+        again = fused(weight.clone(), case, backend="cpu")
+        assert all(map(torch.equal, again, first))
+
+
+def run_python(code: str, **environment: str) -> str:
+    """Standard output of a fresh interpreter that sees the same modules."""
+    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+REPORT = """
+import json, torch
+from conftest import fused
+from oracle import Case
+torch.set_num_threads({threads})
+cases = [Case((70, 72, 3, 3)), Case((100, 3, 7, 7), stride=2), Case((64, 1, 3, 3), groups=64), Case((40, 70))]
+results = [fused(case.random(dtype=torch.float32), case, backend="cpu") for case in cases]
+assert torch.get_num_threads() == {threads}
+tasks = len(__import__("os").listdir("/proc/self/task"))
+losses, norms = [loss.item() for loss, _ in results], [gradient.norm().item() for _, gradient in results]
+print(json.dumps(dict(losses=losses, norms=norms, tasks=tasks)))
+"""
+
+
+def test_number_of_threads_is_respected() -> None:
+    """One thread starts none; two give the same result up to the order in which a BLAS adds."""
+    one, two = (json.loads(run_python(REPORT.format(threads=threads))) for threads in (1, 2))
+    assert one["losses"] == pytest.approx(two["losses"], rel=1e-6)
+    assert one["norms"] == pytest.approx(two["norms"], rel=1e-6)
+    assert one["tasks"] < two["tasks"]
+
+
+MEMORY = """
+import torch
+from ocnn_fused import fused_orth_loss_foreach
+torch.set_num_threads(1)
+shapes = [(128, 128, 3, 3), (64, 3, 7, 7), (128, 128, 1, 1), (256, 1, 3, 3), (48, 48, 5, 5)]
+weights = [torch.randn(shape, requires_grad=True) for shape in shapes]
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+def call():
+    fused_orth_loss_foreach(weights, 1, groups=[1, 1, 1, 256, 1], backend="cpu").sum().backward()
+for _ in range(5):
+    call()
+before = resident()
+for _ in range(60):
+    call()
+print(resident() - before)
+"""
+
+
+def test_repeated_calls_keep_no_memory() -> None:
+    """A leak of one gradient per call would be 60 times a megabyte."""
+    assert int(run_python(MEMORY)) < 8 << 20
+
+
+PEAK = """
+import resource, torch
+from ocnn_fused import fused_orth_loss, reference
+torch.set_num_threads(1)
+weight = torch.randn({shape}, requires_grad=True)
+small = torch.randn(32, 32, 3, 3, requires_grad=True)
+for warm in (fused_orth_loss(small, backend="cpu"), reference.orth_loss(small)):
+    warm.backward()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+{call}.backward()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("shape", "stride"),
+    [((256, 256, 3, 3), 1), ((256, 128, 3, 3), 2), ((128, 512, 3, 3), 1), ((1024, 512, 1, 1), 1)],
+    ids=str,
+)
+def test_workspace_is_bounded(shape: tuple[int, ...], stride: int) -> None:
+    """Peak extra memory of loss and gradient is no higher than the reference's."""
+    calls = (f'fused_orth_loss(weight, {stride}, backend="cpu")', f"reference.orth_loss(weight, {stride})")
+    ours, plain = (int(run_python(PEAK.format(shape=shape, call=call))) for call in calls)
+    print(f"peak extra memory of {shape}, stride {stride}: {ours} kB, reference {plain} kB")
+    assert ours <= plain
+
+
+def test_without_vector_instructions() -> None:
+    """The portable code path computes the same."""
+    code = """
+from conftest import assert_matches_definition
+from test_cpu_backend import KINDS
+import torch
+for _, case in KINDS[::3]:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert_matches_definition(case.random(dtype=dtype), case, backend="cpu")
+print(torch.backends.cpu.get_cpu_capability())
+"""
+    assert run_python(code, ATEN_CPU_CAPABILITY="default").strip() == "DEFAULT"
+
+
+@pytest.mark.parametrize("sizes", [(3,), (1, 3)], ids=str)
+def test_expanded_weight_is_read_not_written(sizes: tuple[int, ...]) -> None:
+    """A weight whose rows are one and the same memory gets a gradient with memory of its own."""
+    row = torch.randn(1, *sizes, 3, dtype=torch.float64)
+    weight = row.expand(4, *sizes, 3)
+    case = Case(tuple(weight.shape))
+    _, gradient = assert_matches_definition(weight, case, backend="cpu")
+    assert gradient.untyped_storage().nbytes() >= gradient.numel() * 8
+
+
+def test_foreach_with_poisoned_memory(poisoned_memory: None) -> None:
+    weights = [case.random(dtype=torch.float32).requires_grad_() for _, case in KINDS]
+    options = {
+        "strides": [case.stride for _, case in KINDS],
+        "dilations": [case.dilation for _, case in KINDS],
+        "groups": [case.groups for _, case in KINDS],
+        "paddings": [case.padding for _, case in KINDS],
+    }
+    losses = fused_orth_loss_foreach(weights, **options, backend="cpu")
+    assert losses.isfinite().all()
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(losses.sum(), weights))

@@ -1,0 +1,168 @@
+"""The package as it is installed: without its extension, without torch, and what the wheel contains."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import setuptools
+import torch
+
+import ocnn_fused
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: Fails unless the package computes the reference's loss and gradient; prints its warnings.
+FALLBACK = """
+import sys, warnings
+{block}
+
+def loss_and_gradient(function, weight, stride):
+    loss = function(weight, stride)
+    return loss, *torch.autograd.grad(loss, weight)
+
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    import torch
+    import ocnn_fused
+
+    torch.manual_seed(0)
+    for shape, stride in (((8, 4, 3, 3), 1), ((6, 12, 4, 4), 2), ((8, 1, 3), 1), ((5, 7), 1)):
+        weight = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        fused = loss_and_gradient(ocnn_fused.fused_orth_loss, weight, stride)
+        reference = loss_and_gradient(ocnn_fused.reference.orth_loss, weight, stride)
+        torch.testing.assert_close(fused, reference, rtol=1e-11, atol=1e-11)
+for warning in caught:
+    if "ocnn_fused" in str(warning.message):
+        print("WARNING", warning.message)
+"""
+
+#: How the extension is kept from loading, and what the warning must then mention.
+BLOCKS = {
+    "switched off": ("import os; os.environ['OCNN_FUSED_DISABLE_EXTENSION'] = '1'", "OCNN_FUSED_DISABLE_EXTENSION"),
+    "not built": (
+        """
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ocnn_fused._C":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Missing())
+""",
+        "not built",
+    ),
+    "does not load": (
+        """
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == "ocnn_fused._C":
+            raise ImportError("undefined symbol: planted_by_the_test")
+
+sys.meta_path.insert(0, Broken())
+""",
+        "undefined symbol: planted_by_the_test",
+    ),
+}
+
+
+def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The finished process, with its output as text."""
+    return subprocess.run(
+        [str(part) for part in command],
+        env={**os.environ, **environment},
+        cwd=environment.get("PWD"),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The sources as a clean clone has them, without anything that was built."""
+    built = shutil.ignore_patterns("*.so", "__pycache__", ".*_cache")
+    target = tmp_path / "copy"
+    for name in ("ocnn_fused", "csrc"):
+        shutil.copytree(ROOT / name, target / name, ignore=built)
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, target)
+    return target
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_works_without_the_extension_and_says_so_once(block: str) -> None:
+    code, reason = BLOCKS[block]
+    done = run(sys.executable, "-c", FALLBACK.format(block=code), PWD=str(Path(ocnn_fused.__file__).parents[1]))
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
+    assert len(warnings) == 1, done.stdout
+    assert "slower" in warnings[0]
+    assert reason in warnings[0]
+
+
+def test_build_info() -> None:
+    extension = pytest.importorskip("ocnn_fused._C")
+    info = extension.build_info()
+    assert {"version", "torch", "compiler", "cxx_standard", "flags"} <= info.keys()
+    assert info["version"] == ocnn_fused.__version__
+    assert info["torch"] == torch.__version__
+    assert info["cxx_standard"] >= 201703
+    flags = info["flags"].split()
+    assert "-fopenmp" in flags
+    assert not {"-march=native", "-ffast-math"} & set(flags)
+
+
+def test_version_is_that_of_the_distribution() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", ocnn_fused.__version__)
+    try:
+        assert importlib.metadata.version("ocnn-fused") == ocnn_fused.__version__
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("the package is used without being installed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["pip install --no-build-isolation .", "python setup.py bdist_wheel"])
+def test_without_torch_the_build_ends_in_one_sentence(way: str, copy: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    assert run(sys.executable, "-m", "venv", "--without-pip", bare).returncode == 0
+    python = bare / "bin" / "python"
+    # The venv gets setuptools and nothing else, so that the build starts at all.
+    (packages,) = bare.glob("lib/python*/site-packages")
+    for path in Path(setuptools.__file__).parents[1].iterdir():
+        if path.name.startswith(("setuptools", "_distutils_hack")):
+            (packages / path.name).symlink_to(path)
+    assert run(python, "-c", "import torch").returncode != 0
+
+    if way.startswith("pip"):
+        done = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-build-isolation", copy)
+    else:
+        done = run(python, "setup.py", "bdist_wheel", PWD=str(copy))
+    output = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert "Traceback" not in output, output
+    said = [line.strip() for line in output.splitlines() if "ocnn-fused is compiled against" in line]
+    assert len(said) == 1, output
+    assert said[0].endswith("run `pip install torch` first, then `pip install --no-build-isolation .`")
+
+
+@pytest.mark.slow
+def test_pure_wheel_contains_the_package_and_nothing_else(copy: Path, tmp_path: Path) -> None:
+    pip = (sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", tmp_path, copy)
+    done = run(*pip, OCNN_FUSED_BUILD_EXTENSION="0")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"ocnn_fused-{ocnn_fused.__version__}-py3-none-any.whl"
+
+    names = set(zipfile.ZipFile(wheel).namelist())
+    metadata = {name for name in names if name.startswith(f"ocnn_fused-{ocnn_fused.__version__}.dist-info/")}
+    package = {path.relative_to(copy).as_posix() for path in (copy / "ocnn_fused").rglob("*") if path.suffix == ".py"}
+    assert names - metadata == package | {"ocnn_fused/py.typed"}
+    assert any(name.endswith("LICENSE") for name in metadata)
