@@ -97,8 +97,8 @@ WeightView<S> weight_view(const at::Tensor& weight, const std::vector<int64_t>& 
 
 // The loss is a sum of squares: what rounding leaves below zero is zero (and NaN stays NaN).
 at::Tensor loss_tensor(double loss, const at::Tensor& like) {
-  return at::scalar_tensor(loss < 0 ? 0.0 : loss, like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble
-                                                                                                        : at::kFloat));
+  return at::scalar_tensor(loss < 0 ? 0.0 : loss,
+                           like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
 }
 
 // Runs item(i) for all items on ATen's threads and adds up the results in order, whatever thread computed them.
@@ -133,8 +133,12 @@ class Pipeline {
     if (mix.empty()) {
       mix_ = {nullptr, nullptr, nullptr, nullptr, outputs, outputs};
     } else {
-      mix_ = {mix[0].const_data_ptr<T>(), mix[1].const_data_ptr<T>(), mix[2].const_data_ptr<T>(),
-              mix[3].const_data_ptr<T>(), mix[0].size(0), outputs};
+      mix_ = {mix[0].const_data_ptr<T>(),
+              mix[1].const_data_ptr<T>(),
+              mix[2].const_data_ptr<T>(),
+              mix[3].const_data_ptr<T>(),
+              mix[0].size(0),
+              outputs};
     }
   }
 
@@ -265,7 +269,7 @@ class Pipeline {
     }
   }
 
-  std::vector<BlockView<T>> views(T* Block::*data) const {
+  std::vector<BlockView<T>> views(T* Block::* data) const {
     std::vector<BlockView<T>> result;
     for (const Block& block : blocks_) {
       result.push_back(block.view);

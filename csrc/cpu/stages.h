@@ -27,8 +27,8 @@ struct WeightView {
 // plane p, row i, residue r, channel c lies at p * plane_stride + i * row_stride + r * channels + c.
 template <typename T>
 struct BlockView {
-  const T* evaluation;    // (planes, taps)
-  const T* evaluation_t;  // (taps, planes)
+  const T* evaluation;     // (planes, taps)
+  const T* evaluation_t;   // (taps, planes)
   const int64_t* sources;  // (residues, taps), -1 where a short phase has no tap
   int64_t planes;
   int64_t taps;

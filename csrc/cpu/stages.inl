@@ -38,12 +38,23 @@ inline void combine(const T* matrix, int64_t rows, int64_t columns, const T* con
   for (int64_t pieces = (rows + 5) / 6; pieces > 0; --pieces) {
     const int64_t some = (rows + pieces - 1) / pieces;
     switch (some) {
-      case 6: combine_rows<T, 6>(matrix, columns, in, out); break;
-      case 5: combine_rows<T, 5>(matrix, columns, in, out); break;
-      case 4: combine_rows<T, 4>(matrix, columns, in, out); break;
-      case 3: combine_rows<T, 3>(matrix, columns, in, out); break;
-      case 2: combine_rows<T, 2>(matrix, columns, in, out); break;
-      default: combine_rows<T, 1>(matrix, columns, in, out);
+      case 6:
+        combine_rows<T, 6>(matrix, columns, in, out);
+        break;
+      case 5:
+        combine_rows<T, 5>(matrix, columns, in, out);
+        break;
+      case 4:
+        combine_rows<T, 4>(matrix, columns, in, out);
+        break;
+      case 3:
+        combine_rows<T, 3>(matrix, columns, in, out);
+        break;
+      case 2:
+        combine_rows<T, 2>(matrix, columns, in, out);
+        break;
+      default:
+        combine_rows<T, 1>(matrix, columns, in, out);
     }
     rows -= some;
     matrix += some * columns;
@@ -186,8 +197,8 @@ void evaluate(const WeightView<const S>& weight, const BlockView<T>* blocks, int
   for (int64_t item = begin; item < end; ++item) {
     const int64_t i = item / strips, c = item % strips * kStrip;
     const int64_t lanes = std::min(kStrip, channels - c);
-    const S* source = weight.data + (window.row_begin + i) * weight.row_stride +
-                      (window.channel_begin + c) * weight.channel_stride;
+    const S* source =
+        weight.data + (window.row_begin + i) * weight.row_stride + (window.channel_begin + c) * weight.channel_stride;
     load_taps(weight, source, lanes, strip.taps.data());
     for (int64_t b = 0; b < block_count; ++b) {
       const BlockView<T>& block = blocks[b];
@@ -243,7 +254,8 @@ struct Tile {
 
 template <typename T>
 inline void copy_tile(const Tile<T>& from, const Tile<T>& to) {
-  for (int64_t i = 0; i < from.rows; ++i) std::copy_n(from.data + i * from.stride, from.columns, to.data + i * to.stride);
+  for (int64_t i = 0; i < from.rows; ++i)
+    std::copy_n(from.data + i * from.stride, from.columns, to.data + i * to.stride);
 }
 
 // sum = X + Y^T and difference = X - Y^T of a tile X and its mirror image Y.
