@@ -99,7 +99,7 @@ EDGES = (1, 2, 3, 15, 16, 17, 31, 33)
 @pytest.mark.parametrize("rows", EDGES)
 @pytest.mark.parametrize("side", ["row", "column"])
 def test_sizes_around_lanes_and_tiles(rows: int, side: str, poisoned_memory: None) -> None:
-    for channels in EDGES:
+    for channels in (*EDGES, 63, 64, 65):
         for case in (
             Case((rows, channels)),
             Case((rows, channels, 3)),

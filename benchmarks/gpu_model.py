@@ -1,0 +1,142 @@
+"""Modelled GPU times of the reference and of the fused loss: counted FLOPs, bytes and launches over published rates.
+
+    python benchmarks/gpu_model.py                    every network on every device
+    python benchmarks/gpu_model.py --precision ieee   with full float32 products
+
+No GPU is used and nothing is measured: every figure is a model, and says so. ``compare.py --device cuda`` measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from shapes import NETWORKS, Layer
+
+from ocnn_fused.backends.triton.model import (
+    ADDED_BARRIERS,
+    GPU_RATES,
+    SINGLE_LOSS,
+    SPECS,
+    DeviceSpec,
+    choose_plan,
+    plan_seconds,
+    prefer_single,
+)
+from ocnn_fused.plan import Plan, make_plan, reduce_axis
+
+DEVICES = ("A100", "H100", "RTX 4090", "GTX 1080 Ti")
+
+#: Launches per layer of the reference: convolution, target (zeros, eye, copy), subtract, square, sum; and backward of
+#: each with the two gradients of the convolution and their sum.
+REFERENCE_LAUNCHES = 14
+#: Times the reference's output goes through memory in its elementwise steps, forward and backward.
+REFERENCE_PASSES = 9
+#: Share of the product rate that a convolution with as few output positions as the self-convolution reaches in cuDNN.
+CONVOLUTION_EFFICIENCY = 0.4
+#: Launches of the fused loss when staged.
+STAGED_LAUNCHES = 6
+
+#: ResNet-34 at 224x224: multiply-adds of one image forward (published: 3.66 G); a training step costs three times that.
+RESNET34_FORWARD = 3.66e9
+BATCH = 256
+TRAINING_EFFICIENCY = 0.4
+
+
+@dataclass(frozen=True)
+class Modelled:
+    """Seconds, all modelled."""
+
+    reference: float
+    fused: float
+    single: bool
+
+    @property
+    def ratio(self) -> float:
+        return self.reference / self.fused
+
+
+def plan_of(layer: Layer) -> Plan:
+    axes = tuple(reduce_axis(k, layer.stride, layer.dilation) for k in layer.shape[2:])
+    return make_plan(layer.shape[0] // layer.groups, layer.shape[1], axes, layer.groups, "auto", GPU_RATES)
+
+
+def reference_seconds(layer: Layer, spec: DeviceSpec, precision: str) -> float:
+    """``F.conv2d`` of the kernel with itself and autograd, zero padding computed as cuDNN's implicit GEMM does."""
+    plan = plan_of(layer)
+    positions = prod(2 * axis.lags + 1 for axis in plan.axes)
+    output_bytes = 4 * plan.groups * plan.rows**2 * positions
+    weight_bytes = 4 * prod(layer.shape)
+    products = plan.reference_multiply_adds / (spec.matmul[precision] * CONVOLUTION_EFFICIENCY)
+    traffic = (REFERENCE_PASSES * output_bytes + 6 * weight_bytes) / spec.bandwidth
+    return products + traffic + REFERENCE_LAUNCHES * spec.launch
+
+
+def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> tuple[float, bool]:
+    """All layers in one call: the stages' work, and six launches or one with its barriers."""
+    plans = [choose_plan(plan_of(layer), spec, precision) for layer in layers for _ in range(layer.count)]
+    work = sum(plan_seconds(plan, spec, precision) for plan in plans)
+    if prefer_single(plans, spec, precision):
+        return work * (1 + SINGLE_LOSS) + spec.launch + ADDED_BARRIERS * spec.barrier, True
+    return work + STAGED_LAUNCHES * spec.launch, False
+
+
+def model(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> Modelled:
+    precision = spec.native_precision(precision)
+    reference = sum(layer.count * reference_seconds(layer, spec, precision) for layer in layers)
+    return Modelled(reference, *fused_seconds(layers, spec, precision))
+
+
+def network_table(precision: str) -> str:
+    lines = [
+        f"Modelled, not measured: one loss with its gradient over all layers, products in {precision}.",
+        "",
+        "| network | device | reference, modelled ms | fused, modelled ms | modelled ratio | launches |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, layers in NETWORKS.items():
+        for device in DEVICES:
+            result = model(layers, SPECS[device], precision)
+            lines.append(
+                f"| {name} | {device} | {result.reference * 1e3:.2f} | {result.fused * 1e3:.3f} | {result.ratio:.0f}x "
+                f"| {1 if result.single else STAGED_LAUNCHES} |"
+            )
+    return "\n".join(lines)
+
+
+def overhead_table(precision: str) -> str:
+    """The paper's setting: all 3x3 and 1x1 convolutions of ResNet-34, every lag, one loss per training step."""
+    layers = [layer for layer in NETWORKS["resnet34"] if layer.shape[-1] in (1, 3)]
+    lines = [
+        f"Modelled, not measured: ResNet-34, batch {BATCH}, 224x224, products in {precision}.",
+        "",
+        "| device | training step, modelled ms | reference adds, modelled | fused adds, modelled |",
+        "|---|---|---|---|",
+    ]
+    for device in DEVICES:
+        spec = SPECS[device]
+        rate = spec.matmul[spec.native_precision(precision)] * TRAINING_EFFICIENCY
+        step = 3 * RESNET34_FORWARD * BATCH / rate
+        result = model(layers, spec, precision)
+        lines.append(
+            f"| {device} | {step * 1e3:.0f} | {result.reference / step:.1%} ({result.reference * 1e3:.2f} ms) "
+            f"| {result.fused / step:.2%} ({result.fused * 1e3:.3f} ms) |"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", choices=("ieee", "tf32x3", "tf32", "bf16"), default="tf32")
+    options = parser.parse_args(arguments)
+    print(f"{network_table(options.precision)}\n\n{overhead_table(options.precision)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Whether the backend can run, without importing a kernel: what is missing is said in one sentence."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import torch
+
+#: The oldest triton whose interpreter, cooperative launch and `tl.dot` arguments the kernels rely on.
+MINIMUM_TRITON = (3, 3)
+
+#: The oldest NVIDIA architecture on which Triton uses the tensor cores, and the AMD ones that are compiled for in CI.
+MINIMUM_CAPABILITY = (8, 0)
+AMD_ARCHITECTURES = ("gfx90a", "gfx942")
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    """What is missing to serve ``device``, in one sentence, or None."""
+    return triton_reason() or device_reason(device)
+
+
+def triton_reason() -> str | None:
+    """What is wrong with the installed triton; a CUDA or ROCm build of torch brings one of its own."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed; `pip install ocnn-fused[triton]`"
+    try:
+        import triton
+        import triton.language
+    except ImportError as error:
+        return f"triton is installed but does not load: {error}"
+    version = triton.__version__
+    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MINIMUM_TRITON:
+        wanted = ".".join(map(str, MINIMUM_TRITON))
+        return f"triton {version} is too old, {wanted} or newer is needed; `pip install 'triton>={wanted}'`"
+    return None
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on CPU tensors; Triton decides when it decorates them."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+
+
+def device_reason(device: torch.device) -> str | None:
+    """What is wrong with the device."""
+    if device.type == "cpu":
+        if interpreted():
+            return None
+        return "it serves GPUs; to try it on CPU tensors, start Python with TRITON_INTERPRET=1 (slow)"
+    if device.type != "cuda":
+        return f"it serves CUDA and ROCm devices, not {device.type}"
+    if not torch.cuda.is_available():
+        built = "a CPU build" if torch.version.cuda is None and torch.version.hip is None else "no usable driver or GPU"
+        return f"torch sees no GPU ({built}, torch {torch.__version__})"
+    if torch.version.hip is not None:
+        architecture = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
+        if architecture in AMD_ARCHITECTURES:
+            return None
+        return f"{architecture} is not one of the AMD architectures it is compiled for ({', '.join(AMD_ARCHITECTURES)})"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < MINIMUM_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} is sm_{major}{minor}, and Triton uses tensor cores only from sm_80 on"
+    return None

@@ -1,0 +1,77 @@
+"""How the kernels are configured: precision of the products, tile sizes, and when one launch is better than five."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+Precision = Literal["ieee", "tf32x3", "tf32", "bf16"]
+Launch = Literal["auto", "single", "staged"]
+
+PRECISIONS: tuple[str, ...] = get_args(Precision)
+LAUNCHES: tuple[str, ...] = get_args(Launch)
+
+#: What ``torch.set_float32_matmul_precision`` asks for.
+_BY_TORCH_SETTING: dict[str, Precision] = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """Tile sizes of one launch; all are compile-time constants of the kernels.
+
+    ``block`` x ``block`` entries of a product are one work item, over ``depth`` of the contraction at a time. evaluate
+    and gather take ``rows`` x ``columns`` elements with all their taps; tiny groups and the loss ``lanes`` entries.
+    """
+
+    block: int = 64
+    depth: int = 32
+    warps: int = 4
+    stages: int = 3
+    rows: int = 4
+    columns: int = 32
+    lanes: int = 128
+
+
+SMALL_TILES = Config()
+SHALLOW_TILES = Config(depth=16)
+SHALLOW_TILES_OF_MORE_WARPS = Config(depth=16, warps=8)
+LARGE_TILES = Config(block=128, warps=8, stages=2)
+
+#: Every configuration that is ever chosen without being asked for, per precision. Products in (nearly) full float32
+#: hold more operands in registers: they would spill with larger or deeper tiles. Large tiles are buffered twice, since
+#: three times would not fit the shared memory of sm_86, sm_89 and sm_120.
+SHIPPED: dict[str, tuple[Config, ...]] = {
+    "ieee": (SHALLOW_TILES,),
+    "tf32x3": (SHALLOW_TILES_OF_MORE_WARPS,),
+    "tf32": (SMALL_TILES, LARGE_TILES),
+    "bf16": (SMALL_TILES, LARGE_TILES),
+}
+
+#: Warps of the stages that are no products; their tiles hold 4096 values.
+ELEMENTWISE_WARPS = 4
+
+
+def resolve_precision(precision: str | None) -> Precision:
+    """The precision asked for, or what ``torch.get_float32_matmul_precision()`` means."""
+    if precision is None:
+        return _BY_TORCH_SETTING[torch.get_float32_matmul_precision()]
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+    return precision  # type: ignore[return-value]
+
+
+def check_launch(launch: str) -> None:
+    if launch not in LAUNCHES:
+        raise ValueError(f"launch must be one of {', '.join(map(repr, LAUNCHES))}, got {launch!r}")
+
+
+def choose_config(precision: str, large_tiles: int, multiprocessors: int) -> Config:
+    """Large tiles move fewer bytes per product; they are taken when two of them per multiprocessor keep all busy.
+
+    ``large_tiles`` counts the work items that the gram stage would have with the largest configuration. The single
+    launch, which is for little work, always takes the first.
+    """
+    configs = SHIPPED[precision]
+    return configs[-1] if large_tiles >= 2 * multiprocessors else configs[0]

@@ -1,0 +1,679 @@
+# mypy: ignore-errors
+"""The five stages as Triton device functions, one work item each, and the kernels that run them.
+
+A work item (*tile*) is a row ``(row, first, second, slot)`` of ``tiles``: the index in ``table`` of what it belongs to
+(see fields.py), where in it, and where its partial loss goes. Every function takes the tile's address, so the staged
+kernels (one item per program) and the single kernel (a persistent grid) share them.
+
+Sums run in a fixed order and no float is ever added atomically: the same input gives the same bits.
+"""
+
+import triton
+import triton.language as tl
+
+from . import fields
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Memory
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def resolve(owner, offset_bytes, weights, workspace):
+    """Address of ``offset_bytes`` into a weight, or into the workspace for the owner -1."""
+    base = workspace.to(tl.int64)
+    if owner >= 0:
+        base = tl.load(weights + owner)
+    return base + offset_bytes
+
+
+@triton.jit
+def aligned(address, DTYPE: tl.constexpr):
+    """A pointer that the host has promised to be on a 16-byte boundary."""
+    return tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)
+
+
+@triton.jit
+def aligned_stride(stride):
+    """The same promise for a row stride; as arithmetic, since a hint on an argument is lost when this is inlined."""
+    return stride // fields.ALIGN * fields.ALIGN
+
+
+@triton.jit
+def padded(length):
+    """``length`` rounded up to what is stored; the multiple is visible to the compiler."""
+    return (length + (fields.ALIGN - 1)) // fields.ALIGN * fields.ALIGN
+
+
+@triton.jit
+def load_float(address, offsets, mask, dtype):
+    """Elements of a weight of any supported dtype as float32, zero where masked."""
+    if dtype == fields.FLOAT32:
+        values = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=0.0)
+    elif dtype == fields.FLOAT16:
+        values = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask=mask, other=0.0).to(tl.float32)
+    else:
+        values = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offsets, mask=mask, other=0.0).to(tl.float32)
+    return values
+
+
+@triton.jit
+def store_float(address, offsets, values, mask, dtype):
+    """Float32 values into a gradient of any supported dtype."""
+    if dtype == fields.FLOAT32:
+        tl.store(aligned(address, tl.float32) + offsets, values, mask=mask)
+    elif dtype == fields.FLOAT16:
+        tl.store(aligned(address, tl.float16) + offsets, values.to(tl.float16), mask=mask)
+    else:
+        tl.store(aligned(address, tl.bfloat16) + offsets, values.to(tl.bfloat16), mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# evaluate and gather: taps <-> planes
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def block_position(block, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Group, residue, rows and channels of a tile of evaluate or gather."""
+    part = tl.load(tile + fields.I_FIRST).to(tl.int64)
+    place = tl.load(tile + fields.I_SECOND).to(tl.int64)
+    residues = tl.load(block + fields.B_RESIDUES)
+    column_blocks = tl.load(block + fields.B_COLUMN_BLOCKS)
+    row = place // column_blocks * ROWS + tl.arange(0, ROWS)
+    channel = place % column_blocks * COLUMNS + tl.arange(0, COLUMNS)
+    return part // residues, part % residues, row, channel
+
+
+@triton.jit
+def plane_offsets(block, group, residue, row, channel):
+    """Where ``(row, channel)`` of a residue lies within a plane; shape (ROWS, COLUMNS)."""
+    column = residue * tl.load(block + fields.B_CHANNELS) + channel
+    return (
+        group * tl.load(block + fields.B_GROUP_STRIDE)
+        + row[:, None] * tl.load(block + fields.B_PLANE_ROW_STRIDE)
+        + column[None, :] * tl.load(block + fields.B_PLANE_COLUMN_STRIDE)
+    )
+
+
+@triton.jit
+def evaluate_tile(
+    table, constants, tile, weights, workspace, PLANE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """``V_p[i, (r, c)] = sum_m E[p, m] K[i, c, source[r, m]]`` for all planes of a tile of one residue.
+
+    Sums of outer products: a tap's values stay with their threads, and no operand goes through shared memory.
+    """
+    block = table + tl.load(tile + fields.I_ROW)
+    group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
+    rows = tl.load(block + fields.B_ROWS)
+    channels = tl.load(block + fields.B_CHANNELS)
+    planes = tl.load(block + fields.B_PLANES)
+    taps = tl.load(block + fields.B_TAPS)
+    padded_taps = tl.load(block + fields.B_PADDED_TAPS)
+    identity = tl.load(block + fields.B_IDENTITY)
+    dtype = tl.load(block + fields.B_DTYPE)
+    plane_stride = tl.load(block + fields.B_PLANE_STRIDE)
+    matrix = constants + tl.load(block + fields.B_MATRIX)
+    tap_offsets = table + tl.load(block + fields.B_TAP_OFFSETS) + residue * padded_taps
+    weight = resolve(tl.load(block + fields.B_WEIGHT), 0, weights, workspace)
+    target = (workspace.to(tl.int64) + tl.load(block + fields.B_PLANES_BYTES)).to(tl.pointer_type(PLANE))
+
+    inside = (row < rows)[:, None] & (channel < channels)[None, :]
+    elements = (group * rows + row)[:, None] * tl.load(block + fields.B_ROW_STRIDE)
+    elements += channel[None, :] * tl.load(block + fields.B_CHANNEL_STRIDE)
+    # Padding belongs to the last residue and is written as zero.
+    is_last = residue == tl.load(block + fields.B_RESIDUES) - 1
+    column_limit = tl.where(is_last, tl.load(block + fields.B_COLUMN_LIMIT), channels)
+    written = (row < tl.load(block + fields.B_ROW_LIMIT))[:, None] & (channel < column_limit)[None, :]
+    offsets = plane_offsets(block, group, residue, row, channel)
+
+    if identity != 0:
+        for plane in range(planes):
+            tap = tl.load(tap_offsets + plane)
+            values = load_float(weight, elements + tap, inside & (elements + tap >= 0), dtype)
+            tl.store(target + plane * plane_stride + offsets, values.to(PLANE), mask=written)
+    else:
+        lane = tl.arange(0, fields.CHUNK)
+        for first in range(0, planes, fields.CHUNK):
+            plane = first + lane
+            values = tl.zeros((fields.CHUNK, ROWS, COLUMNS), tl.float32)
+            for index in range(taps):
+                tap = tl.load(tap_offsets + index)
+                factors = tl.load(matrix + plane * padded_taps + index)
+                values += (
+                    factors[:, None, None]
+                    * load_float(weight, elements + tap, inside & (elements + tap >= 0), dtype)[None, :, :]
+                )
+            mask = (plane < planes)[:, None, None] & written[None, :, :]
+            tl.store(target + plane[:, None, None] * plane_stride + offsets[None, :, :], values.to(PLANE), mask=mask)
+
+
+@triton.jit
+def gather_tile(table, constants, tile, workspace, grads, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """``dK[i, c, source[r, m]] = sum_p E[p, m] G_p[i, (r, c)]``: the transpose of evaluate."""
+    block = table + tl.load(tile + fields.I_ROW)
+    group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
+    rows = tl.load(block + fields.B_ROWS)
+    planes = tl.load(block + fields.B_PLANES)
+    taps = tl.load(block + fields.B_TAPS)
+    padded_taps = tl.load(block + fields.B_PADDED_TAPS)
+    identity = tl.load(block + fields.B_IDENTITY)
+    dtype = tl.load(block + fields.B_DTYPE)
+    plane_stride = tl.load(block + fields.B_PLANE_STRIDE)
+    matrix = constants + tl.load(block + fields.B_MATRIX)
+    tap_offsets = table + tl.load(block + fields.B_GRAD_TAP_OFFSETS) + residue * padded_taps
+    source = (workspace.to(tl.int64) + tl.load(block + fields.B_GRADIENTS_BYTES)).to(tl.pointer_type(tl.float32))
+    grad = grads.to(tl.int64) + tl.load(block + fields.B_GRAD_BYTES)
+
+    inside = (row < rows)[:, None] & (channel < tl.load(block + fields.B_CHANNELS))[None, :]
+    elements = (group * rows + row)[:, None] * tl.load(block + fields.B_GRAD_ROW_STRIDE)
+    elements += channel[None, :] * tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
+    offsets = plane_offsets(block, group, residue, row, channel)
+
+    lane = tl.arange(0, fields.CHUNK)
+    for first in range(0, taps, fields.CHUNK):
+        values = tl.zeros((fields.CHUNK, ROWS, COLUMNS), tl.float32)
+        if identity != 0:
+            for index in range(first, tl.minimum(first + fields.CHUNK, taps)):
+                taken = tl.load(source + index * plane_stride + offsets, mask=inside, other=0.0)
+                values += tl.where(first + lane == index, 1.0, 0.0)[:, None, None] * taken[None, :, :]
+        else:
+            for index in range(planes):
+                factors = tl.load(matrix + index * padded_taps + first + lane)
+                taken = tl.load(source + index * plane_stride + offsets, mask=inside, other=0.0)
+                values += factors[:, None, None] * taken[None, :, :]
+        # Stored with the taps last, the order in which they lie in a contiguous gradient.
+        tap = tl.load(tap_offsets + first + lane)
+        mask = (tap >= 0)[None, None, :] & inside[:, :, None]
+        store_float(grad, elements[:, :, None] + tap[None, None, :], tl.permute(values, (1, 2, 0)), mask, dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# gram: products of planes, and the residual where the outputs are the lags themselves
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def gram_rows(
+    left, right, stride, length, side, i, j, total, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
+):
+    """``total + V V'^T`` of planes stored (side, contraction)."""
+    columns = padded(length)
+    depth = tl.arange(0, DEPTH)
+    for start in range(0, length, DEPTH):
+        k = start + depth
+        a = tl.load(
+            left + i[:, None] * stride + k[None, :], mask=(i < side)[:, None] & (k < columns)[None, :], other=0.0
+        )
+        b = tl.load(
+            right + j[:, None] * stride + k[None, :], mask=(j < side)[:, None] & (k < columns)[None, :], other=0.0
+        )
+        total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def gram_columns(
+    left, right, stride, length, side, i, j, total, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
+):
+    """The same of planes stored (contraction, side)."""
+    columns = padded(side)
+    depth = tl.arange(0, DEPTH)
+    for start in range(0, length, DEPTH):
+        k = start + depth
+        inside = (k < length)[:, None]
+        a = tl.load(left + k[:, None] * stride + i[None, :], mask=inside & (i < columns)[None, :], other=0.0)
+        b = tl.load(right + k[:, None] * stride + j[None, :], mask=inside & (j < columns)[None, :], other=0.0)
+        total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def gram_tile(
+    table, tile, weights, workspace, partials, with_grad,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``X_o = sum V_l V_r^T``; where outputs are lags, ``4 (X_o - [lag 0] I)`` and the loss instead."""
+    output = table + tl.load(tile + fields.I_ROW)
+    first_tile = tl.load(tile + fields.I_FIRST).to(tl.int64)
+    second_tile = tl.load(tile + fields.I_SECOND).to(tl.int64)
+    kind = tl.load(output + fields.O_KIND)
+    side = tl.load(output + fields.O_SIDE)
+    transposed = tl.load(output + fields.O_TRANSPOSED)
+    i = first_tile * BLOCK + tl.arange(0, BLOCK)
+    j = second_tile * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for product in range(tl.load(output + fields.O_FIRST), tl.load(output + fields.O_LAST), fields.PRODUCT_SIZE):
+        owner = tl.load(table + product + fields.P_OWNER)
+        base = resolve(owner, 0, weights, workspace)
+        left = aligned(base + tl.load(table + product + fields.P_LEFT_BYTES), PLANE)
+        right = aligned(base + tl.load(table + product + fields.P_RIGHT_BYTES), PLANE)
+        stride = aligned_stride(tl.load(table + product + fields.P_ROW_STRIDE))
+        length = tl.load(table + product + fields.P_LENGTH)
+        if transposed != 0:
+            total = gram_columns(left, right, stride, length, side, i, j, total, PRECISION, BLOCK, DEPTH)
+        else:
+            total = gram_rows(left, right, stride, length, side, i, j, total, PRECISION, BLOCK, DEPTH)
+
+    mirrored = (tl.load(output + fields.O_SYMMETRIC) != 0) & (first_tile != second_tile)
+    stored = with_grad != 0
+    if kind == fields.STORE:
+        stored = True
+    else:
+        on_diagonal = (i[:, None] == j[None, :]) & (i < side)[:, None] & (kind == fields.RESIDUAL_ZERO)
+        total -= tl.where(on_diagonal, 1.0, 0.0)
+        # A lag stands for its negative too, and a tile above the diagonal for the one below it.
+        weight = tl.where((kind == fields.RESIDUAL_ZERO) & (first_tile == second_tile), 1.0, 2.0)
+        tl.store(partials + tl.load(tile + fields.I_SLOT), tl.sum(total * total) * weight)
+        total *= 4.0
+    if stored:
+        stride = aligned_stride(tl.load(output + fields.O_ROW_STRIDE))
+        target = aligned(workspace.to(tl.int64) + tl.load(output + fields.O_OUTPUT_BYTES), tl.float32)
+        columns = padded(side)
+        mask = (i < side)[:, None] & (j < columns)[None, :]
+        tl.store(target + i[:, None] * stride + j[None, :], total, mask=mask)
+        if mirrored:
+            mask = (j < side)[:, None] & (i < columns)[None, :]
+            tl.store(target + j[:, None] * stride + i[None, :], tl.trans(total), mask=mask)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# mix: outputs -> lags, residual and loss -> gradient of the outputs
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def mix_columns(
+    outputs, output_stride, count, here, there, here_mask, there_mask, matrix, SIZE: tl.constexpr, SIDE: tl.constexpr
+):
+    """``P (x + y)`` and ``Q (x - y)`` of a tile x of all outputs and its mirror image y; (SIZE, SIDE, SIDE) each.
+
+    ``matrix`` holds P and Q, (SIZE, SIZE) and column by column: sums of outer products, one output at a time.
+    """
+    lane = tl.arange(0, SIZE)
+    symmetric = tl.zeros((SIZE, SIDE, SIDE), tl.float32)
+    antisymmetric = tl.zeros((SIZE, SIDE, SIDE), tl.float32)
+    for index in range(count):
+        x = tl.load(outputs + index * output_stride + here, mask=here_mask, other=0.0)
+        y = tl.trans(tl.load(outputs + index * output_stride + there, mask=there_mask, other=0.0))
+        p = tl.load(matrix + index * SIZE + lane)
+        q = tl.load(matrix + SIZE * SIZE + index * SIZE + lane)
+        symmetric += p[:, None, None] * (x + y)[None, :, :]
+        antisymmetric += q[:, None, None] * (x - y)[None, :, :]
+    return symmetric, antisymmetric
+
+
+@triton.jit
+def mix_store(
+    outputs, output_stride, count, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored,
+    SIZE: tl.constexpr,
+):  # fmt: skip
+    """``symmetric + antisymmetric`` over the tile and the difference over its mirror image."""
+    # Nothing is overwritten before all threads have read it.
+    tl.debug_barrier()
+    lane = tl.arange(0, SIZE)
+    exists = (lane < count)[:, None, None]
+    start = outputs + (lane * output_stride)[:, None, None]
+    tl.store(start + here[None, :, :], symmetric + antisymmetric, mask=exists & here_mask[None, :, :])
+    if mirrored:
+        mirror = tl.permute(symmetric - antisymmetric, (0, 2, 1))
+        tl.store(start + there[None, :, :], mirror, mask=exists & there_mask[None, :, :])
+
+
+@triton.jit
+def mix_pair(table, constants, tile, workspace, partials, with_grad, SIZE: tl.constexpr, SIDE: tl.constexpr):
+    """A tile of all outputs together with its mirror image, in place; SIZE bounds the number of outputs.
+
+    With x and y an entry and its mirror image, ``rs = S (x + y)`` and ``ra = A (x - y)`` give both residuals,
+    ``rs + ra`` and ``rs - ra``. These take the place of the outputs (there are no more lags than outputs), and the
+    adjoint matrices make both gradients of them in the same way.
+    """
+    row = table + tl.load(tile + fields.I_ROW)
+    first_tile = tl.load(tile + fields.I_FIRST).to(tl.int64)
+    second_tile = tl.load(tile + fields.I_SECOND).to(tl.int64)
+    side = tl.load(row + fields.M_SIDE)
+    count = tl.load(row + fields.M_OUTPUTS)
+    lags = tl.load(row + fields.M_LAGS)
+    matrix = constants + tl.load(row + fields.M_MATRICES)
+    output_stride = aligned_stride(tl.load(row + fields.M_OUTPUT_STRIDE))
+    stride = aligned_stride(tl.load(row + fields.M_ROW_STRIDE))
+    outputs = aligned(workspace.to(tl.int64) + tl.load(row + fields.M_OUTPUTS_BYTES), tl.float32)
+    i = first_tile * SIDE + tl.arange(0, SIDE)
+    j = second_tile * SIDE + tl.arange(0, SIDE)
+    columns = padded(side)
+    here = i[:, None] * stride + j[None, :]
+    there = j[:, None] * stride + i[None, :]
+    here_mask = (i < side)[:, None] & (j < columns)[None, :]
+    there_mask = (j < side)[:, None] & (i < columns)[None, :]
+    mirrored = first_tile != second_tile
+
+    symmetric, antisymmetric = mix_columns(
+        outputs, output_stride, count, here, there, here_mask, there_mask, matrix, SIZE, SIDE
+    )
+    lag = tl.arange(0, SIZE)
+    on_diagonal = (i[:, None] == j[None, :]) & (i < side)[:, None]
+    symmetric -= tl.where((lag == 0)[:, None, None] & on_diagonal[None, :, :], 1.0, 0.0)
+    # One entry stands for its mirror image, and a lag for its negative; a tile on the diagonal holds both images.
+    weight = tl.where(lag == 0, 2.0, 4.0) * tl.where(mirrored, 1.0, 0.5)
+    loss = tl.sum((symmetric * symmetric + antisymmetric * antisymmetric) * weight[:, None, None])
+    tl.store(partials + tl.load(tile + fields.I_SLOT), loss)
+    if with_grad != 0:
+        mix_store(
+            outputs, output_stride, lags, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored, SIZE
+        )
+        tl.debug_barrier()
+        symmetric, antisymmetric = mix_columns(
+            outputs, output_stride, lags, here, there, here_mask, there_mask, matrix + 2 * SIZE * SIZE, SIZE, SIDE
+        )
+        mix_store(
+            outputs, output_stride, count, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored, SIZE
+        )
+
+
+@triton.jit
+def mix_tile(table, constants, tile, workspace, partials, with_grad):
+    """The tile's side falls as the number of outputs rises, so that both fit in registers."""
+    size = tl.load(table + tl.load(tile + fields.I_ROW) + fields.M_SIZE)
+    if size == 16:
+        mix_pair(table, constants, tile, workspace, partials, with_grad, 16, 16)
+    elif size == 32:
+        mix_pair(table, constants, tile, workspace, partials, with_grad, 32, 8)
+    else:
+        mix_pair(table, constants, tile, workspace, partials, with_grad, 64, 8)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# apply: gradients of the planes
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def apply_term(
+    left, left_stride, right, right_stride, length, rows, columns, i, j, total,
+    TRANSPOSE: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``total + A B``, with A stored transposed if TRANSPOSE; both operands are rounded to FACTOR first."""
+    depth = tl.arange(0, DEPTH)
+    for start in range(0, length, DEPTH):
+        k = start + depth
+        if TRANSPOSE:
+            mask = (k < length)[:, None] & (i < padded(rows))[None, :]
+            a = tl.trans(tl.load(left + k[:, None] * left_stride + i[None, :], mask=mask, other=0.0))
+        else:
+            mask = (i < rows)[:, None] & (k < padded(length))[None, :]
+            a = tl.load(left + i[:, None] * left_stride + k[None, :], mask=mask, other=0.0)
+        mask = (k < length)[:, None] & (j < columns)[None, :]
+        b = tl.load(right + k[:, None] * right_stride + j[None, :], mask=mask, other=0.0)
+        total = tl.dot(a.to(FACTOR), b.to(FACTOR), total, input_precision=PRECISION)
+    return total
+
+
+@triton.jit
+def apply_tile(
+    table, tile, weights, workspace, grads,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``G_p = sum Y_o V_r + sum Y_o^T V_l`` over the products in which plane p is the left and the right factor."""
+    gradient = table + tl.load(tile + fields.I_ROW)
+    i = tl.load(tile + fields.I_FIRST).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    j = tl.load(tile + fields.I_SECOND).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.load(gradient + fields.G_ROWS)
+    columns = aligned_stride(tl.load(gradient + fields.G_COLUMNS))
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for index in range(tl.load(gradient + fields.G_FIRST), tl.load(gradient + fields.G_LAST), fields.TERM_SIZE):
+        term = table + index
+        mode = tl.load(term + fields.T_MODE)
+        left = resolve(tl.load(term + fields.T_LEFT_OWNER), tl.load(term + fields.T_LEFT_BYTES), weights, workspace)
+        right = resolve(tl.load(term + fields.T_RIGHT_OWNER), tl.load(term + fields.T_RIGHT_BYTES), weights, workspace)
+        left_stride = aligned_stride(tl.load(term + fields.T_LEFT_STRIDE))
+        right_stride = aligned_stride(tl.load(term + fields.T_RIGHT_STRIDE))
+        length = tl.load(term + fields.T_LENGTH)
+        if mode == fields.TRANSPOSED:
+            total = apply_term(
+                aligned(left, tl.float32), left_stride, aligned(right, PLANE), right_stride, length, rows, columns,
+                i, j, total, True, PLANE, PRECISION, DEPTH,
+            )  # fmt: skip
+        elif mode == fields.SWAPPED:
+            total = apply_term(
+                aligned(left, PLANE), left_stride, aligned(right, tl.float32), right_stride, length, rows, columns,
+                i, j, total, False, PLANE, PRECISION, DEPTH,
+            )  # fmt: skip
+        else:
+            total = apply_term(
+                aligned(left, tl.float32), left_stride, aligned(right, PLANE), right_stride, length, rows, columns,
+                i, j, total, False, PLANE, PRECISION, DEPTH,
+            )  # fmt: skip
+    base = workspace.to(tl.int64)
+    if tl.load(gradient + fields.G_IN_GRADS) != 0:
+        base = grads.to(tl.int64)
+    target = base + tl.load(gradient + fields.G_TARGET_BYTES)
+    stride = aligned_stride(tl.load(gradient + fields.G_ROW_STRIDE))
+    mask = (i < rows)[:, None] & (j < columns)[None, :]
+    store_float(target, i[:, None] * stride + j[None, :], total, mask, tl.load(gradient + fields.G_DTYPE))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tiny groups: no matrix products, one lane per entry
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def small_gram_tile(table, tile, weights, workspace, partials, with_grad, LANES: tl.constexpr):
+    """Residual of one lag, an entry ``(group, i, j)`` per lane, stored times 4; and its loss."""
+    row = table + tl.load(tile + fields.I_ROW)
+    lag = tl.load(tile + fields.I_FIRST).to(tl.int64)
+    rows = tl.load(row + fields.S_ROWS)
+    entry = tl.load(tile + fields.I_SECOND).to(tl.int64) * LANES + tl.arange(0, LANES)
+    entries = tl.load(row + fields.S_GROUPS) * rows * rows
+    inside = entry < entries
+    group, i, j = entry // (rows * rows), entry // rows % rows, entry % rows
+    weight = resolve(tl.load(row + fields.S_WEIGHT), 0, weights, workspace)
+    dtype = tl.load(row + fields.S_DTYPE)
+    row_stride = tl.load(row + fields.S_ROW_STRIDE)
+    channel_stride = tl.load(row + fields.S_CHANNEL_STRIDE)
+    first_row = (group * rows + i) * row_stride
+    second_row = (group * rows + j) * row_stride
+    pairs = table + tl.load(row + fields.S_PAIRS) + 2 * lag
+    total = tl.zeros((LANES,), tl.float32)
+    for pair in range(tl.load(pairs), tl.load(pairs + 1), 2):
+        left = first_row + tl.load(table + pair)
+        right = second_row + tl.load(table + pair + 1)
+        for channel in range(tl.load(row + fields.S_CHANNELS)):
+            a = load_float(weight, left + channel * channel_stride, inside, dtype)
+            b = load_float(weight, right + channel * channel_stride, inside, dtype)
+            total += a * b
+    total -= tl.where(inside & (i == j) & (lag == 0), 1.0, 0.0)
+    loss = tl.sum(total * total) * tl.where(lag == 0, 1.0, 2.0)
+    tl.store(partials + tl.load(tile + fields.I_SLOT), loss)
+    if with_grad != 0:
+        target = (workspace.to(tl.int64) + tl.load(row + fields.S_OUTPUTS_BYTES)).to(tl.pointer_type(tl.float32))
+        tl.store(target + lag * entries + entry, total * 4.0, mask=inside)
+
+
+@triton.jit
+def small_apply_tile(table, tile, weights, workspace, grads, LANES: tl.constexpr):
+    """Gradient of one tap, an entry ``(group, i, c)`` per lane."""
+    row = table + tl.load(tile + fields.I_ROW)
+    rows = tl.load(row + fields.S_ROWS)
+    channels = tl.load(row + fields.S_CHANNELS)
+    groups = tl.load(row + fields.S_GROUPS)
+    entry = tl.load(tile + fields.I_SECOND).to(tl.int64) * LANES + tl.arange(0, LANES)
+    inside = entry < groups * rows * channels
+    group, i, channel = entry // (rows * channels), entry // channels % rows, entry % channels
+    weight = resolve(tl.load(row + fields.S_WEIGHT), 0, weights, workspace)
+    dtype = tl.load(row + fields.S_DTYPE)
+    row_stride = tl.load(row + fields.S_ROW_STRIDE)
+    elements = group * rows * row_stride + channel * tl.load(row + fields.S_CHANNEL_STRIDE)
+    outputs = (workspace.to(tl.int64) + tl.load(row + fields.S_OUTPUTS_BYTES)).to(tl.pointer_type(tl.float32))
+    outputs += group * rows * rows
+    terms = table + tl.load(row + fields.S_TERMS) + 3 * tl.load(tile + fields.I_FIRST)
+    total = tl.zeros((LANES,), tl.float32)
+    for term in range(tl.load(terms), tl.load(terms + 1), 3):
+        tap = tl.load(table + term)
+        output = tl.load(table + term + 1) * groups * rows * rows
+        transposed = tl.load(table + term + 2)
+        for k in range(rows):
+            entry_of_output = tl.where(transposed != 0, k * rows + i, i * rows + k)
+            y = tl.load(outputs + output + entry_of_output, mask=inside, other=0.0)
+            total += y * load_float(weight, elements + k * row_stride + tap, inside, dtype)
+    target = (group * rows + i) * tl.load(row + fields.S_GRAD_ROW_STRIDE) + channel * tl.load(
+        row + fields.S_GRAD_CHANNEL_STRIDE
+    )
+    grad = grads.to(tl.int64) + tl.load(row + fields.S_GRAD_BYTES)
+    store_float(grad, target + tl.load(terms + 2), total, inside, dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Loss
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def reduce_loss(table, loss_rows, index, partials, losses, LANES: tl.constexpr):
+    """Loss of one weight from its partial sums, added in order in float64; never below zero, NaN stays NaN."""
+    row = table + loss_rows + index * fields.LOSS_SIZE
+    last = tl.load(row + fields.L_LAST)
+    lane = tl.arange(0, LANES)
+    total = tl.zeros((LANES,), tl.float64)
+    for start in range(tl.load(row + fields.L_FIRST), last, LANES):
+        slot = start + lane
+        total += tl.load(partials + slot, mask=slot < last, other=0.0).to(tl.float64)
+    loss = tl.sum(total) + tl.load(row + fields.L_OFFSET).to(tl.float64)
+    tl.store(losses + index, tl.where(loss < 0, 0.0, loss).to(tl.float32))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Staged kernels: one work item per program
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def evaluate_kernel(
+    table, constants, tiles, weights, workspace, PLANE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
+    evaluate_tile(table, constants, tile, weights, workspace, PLANE, ROWS, COLUMNS)
+
+
+@triton.jit
+def gram_any(
+    table, tile, weights, workspace, partials, with_grad,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    if tl.load(table + tl.load(tile + fields.I_ROW) + fields.S_KIND) == fields.SMALL:
+        small_gram_tile(table, tile, weights, workspace, partials, with_grad, LANES)
+    else:
+        gram_tile(table, tile, weights, workspace, partials, with_grad, PLANE, PRECISION, BLOCK, DEPTH)
+
+
+@triton.jit(do_not_specialize=["with_grad"])
+def gram_kernel(
+    table, tiles, weights, workspace, partials, with_grad,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
+    gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+
+
+@triton.jit(do_not_specialize=["with_grad"])
+def mix_kernel(table, constants, tiles, workspace, partials, with_grad):
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
+    mix_tile(table, constants, tile, workspace, partials, with_grad)
+
+
+@triton.jit
+def apply_any(
+    table, tile, weights, workspace, grads,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    if tl.load(table + tl.load(tile + fields.I_ROW) + fields.S_KIND) == fields.SMALL:
+        small_apply_tile(table, tile, weights, workspace, grads, LANES)
+    else:
+        apply_tile(table, tile, weights, workspace, grads, PLANE, PRECISION, BLOCK, DEPTH)
+
+
+@triton.jit
+def apply_kernel(
+    table, tiles, weights, workspace, grads,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
+    apply_any(table, tile, weights, workspace, grads, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+
+
+@triton.jit
+def gather_kernel(table, constants, tiles, workspace, grads, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
+    gather_tile(table, constants, tile, workspace, grads, ROWS, COLUMNS)
+
+
+@triton.jit(do_not_specialize=["loss_rows"])
+def reduce_kernel(table, partials, losses, loss_rows, LANES: tl.constexpr):
+    reduce_loss(table, loss_rows, tl.program_id(0), partials, losses, LANES)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Single kernel: a persistent grid, all programs resident, with a barrier between stages
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def grid_barrier(arrivals, target):
+    """Wait until ``target`` programs have arrived; everything written before is visible after."""
+    tl.debug_barrier()
+    tl.atomic_add(arrivals, 1, sem="release")
+    while tl.atomic_add(arrivals, 0, sem="acquire") < target:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit(
+    do_not_specialize=[
+        "with_grad",
+        "evaluate_end",
+        "gram_end",
+        "mix_end",
+        "apply_end",
+        "gather_end",
+        "loss_rows",
+        "count",
+    ]
+)
+def single_kernel(
+    table, constants, tiles, weights, workspace, partials, grads, losses, arrivals, with_grad,
+    evaluate_end, gram_end, mix_end, apply_end, gather_end, loss_rows, count,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """All stages in order; ``*_end`` bound each stage's part of ``tiles``. ``arrivals`` starts at zero.
+
+    A stage without work needs no barrier of its own. The losses are reduced while others apply.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    programs = tl.num_programs(0)
+    target = programs
+    for index in range(program, evaluate_end, programs):
+        evaluate_tile(table, constants, tiles + index * fields.TILE_SIZE, weights, workspace, PLANE, ROWS, COLUMNS)
+    if evaluate_end > 0:
+        grid_barrier(arrivals, target)
+        target += programs
+    for index in range(evaluate_end + program, gram_end, programs):
+        tile = tiles + index * fields.TILE_SIZE
+        gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+    grid_barrier(arrivals, target)
+    target += programs
+    for index in range(gram_end + program, mix_end, programs):
+        mix_tile(table, constants, tiles + index * fields.TILE_SIZE, workspace, partials, with_grad)
+    if mix_end > gram_end:
+        grid_barrier(arrivals, target)
+        target += programs
+    for index in range(program, count, programs):
+        reduce_loss(table, loss_rows, index, partials, losses, LANES)
+    for index in range(mix_end + program, apply_end, programs):
+        tile = tiles + index * fields.TILE_SIZE
+        apply_any(table, tile, weights, workspace, grads, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+    if gather_end > apply_end:
+        grid_barrier(arrivals, target)
+        for index in range(apply_end + program, gather_end, programs):
+            gather_tile(table, constants, tiles + index * fields.TILE_SIZE, workspace, grads, ROWS, COLUMNS)

@@ -1,0 +1,283 @@
+"""The five stages in Triton against the definition in float64: every kind of plan, tile edge and program order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton_support as support
+from oracle import Case, loss_and_grad
+from triton_support import (
+    BIG,
+    EDGES,
+    TOLERANCE,
+    check,
+    errors,
+    needs_interpreter,
+    on_device,
+    plan_named,
+    run,
+    tl,
+    triton,
+)
+
+from ocnn_fused.backends.triton import kernels
+from ocnn_fused.backends.triton.launch import tables_for
+
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
+#: One case per kind of plan; `name` picks it among the candidates.
+KINDS = {
+    "toom 2 taps": (Case((7, 5, 2, 2)), "toom/row"),
+    "toom 3 taps": (Case((9, 6, 3, 3)), "toom/row"),
+    "toom 3 taps, column side": (Case((12, 4, 3, 3)), "toom/column"),
+    "toom 4 taps": (Case((5, 4, 4, 4)), "toom/row"),
+    "toom 5 taps, 1-D": (Case((8, 5, 5)), "toom/row"),
+    "toom 5 taps": (Case((4, 3, 5, 5)), "toom/row"),
+    "toom, 3-D": (Case((4, 3, 3, 3, 2)), "toom/row"),
+    "toom, strided": (Case((8, 5, 3, 3), 2), "toom/row"),
+    "toom, strided, blocks of several residues": (Case((6, 3, 4, 4), 2), "toom/row"),
+    "toom, strided stem": (Case((24, 3, 5, 5), 2), "toom/column"),
+    "toom, dilated and strided": (Case((8, 4, 5), 2, 3), "toom/row"),
+    "toom, grouped": (Case((12, 5, 3), groups=3), "toom/row"),
+    "toom on one axis, direct on the other": (Case((5, 3, 7, 2)), "toom/row"),
+    "direct": (Case((9, 6, 3, 3)), "direct/row"),
+    "direct, column side": (Case((12, 4, 3)), "direct/column"),
+    "direct, strided": (Case((6, 5, 4), 3), "direct/row"),
+    "direct, 7 taps": (Case((4, 6, 7)), "direct/row"),
+    "direct, fewer lags": (Case((6, 4, 5), padding=1), "direct/row"),
+    "toom, fewer lags": (Case((6, 4, 5), padding=1), "toom/row"),
+    "direct, grouped": (Case((10, 3, 3), groups=2), "direct/row"),
+    "lag 0 only": (Case((9, 5, 3, 3), padding=0), "gram/row"),
+    "lag 0 only, in place": (Case((9, 8, 2, 1), padding=0), "gram/row"),
+    "lag 0 only, column side": (Case((40, 3, 3), padding=0), "gram/column"),
+    "lag 0 only, column side, in place": (Case((40, 16, 1, 1)), "gram/column"),
+    "linear": (Case((16, 24)), "gram/row"),
+    "linear, grouped": (Case((12, 8), groups=2), "gram/row"),
+    "depthwise": (Case((20, 1, 3, 3), groups=20), "small/row"),
+    "tiny groups, strided": (Case((12, 2, 4), 2, groups=4), "small/row"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_plan(kind: str) -> None:
+    case, name = KINDS[kind]
+    check(case, plan_named(case, name))
+
+
+@pytest.mark.parametrize("kind", ["toom 3 taps, column side", "direct", "toom, strided", "lag 0 only", "depthwise"])
+def test_loss_alone_has_the_same_bits(kind: str) -> None:
+    case, name = KINDS[kind]
+    weight, plan = on_device(case), plan_named(case, name)
+    alone, grads = run([weight], [plan], with_grad=False)
+    assert grads == []
+    assert torch.equal(alone, run([weight], [plan])[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tile edges
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [15, 16, 17, 33])
+def test_rows_at_tile_edges(rows: int) -> None:
+    check(Case((rows, 3, 2)), plan_named(Case((rows, 3, 2)), "toom/row"), config=EDGES)
+
+
+@pytest.mark.parametrize("channels", [1, 7, 8, 9, 15, 16, 17])
+def test_channels_at_tile_edges(channels: int) -> None:
+    for name in ("toom/row", "direct/row"):
+        check(Case((5, channels, 2)), plan_named(Case((5, channels, 2)), name), config=EDGES)
+
+
+@pytest.mark.parametrize("shape", [(33, 17), (17, 33), (40, 16), (16, 40), (33, 8), (31, 24)])
+def test_gram_at_tile_edges(shape: tuple[int, int]) -> None:
+    for name in ("gram/row", "gram/column"):
+        check(Case(shape), plan_named(Case(shape), name), config=EDGES)
+
+
+@pytest.mark.parametrize("groups", [15, 16, 17])
+def test_groups_at_tile_edges(groups: int) -> None:
+    case = Case((groups, 1, 2), groups=groups)
+    check(case, plan_named(case, "small/row"), config=EDGES)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Program order
+# ----------------------------------------------------------------------------------------------------------------------
+
+ORDERS = [("shuffled", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]
+ORDERED_KINDS = ["toom 3 taps", "toom, strided", "direct", "lag 0 only", "depthwise"]
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("order", "seed"), ORDERS)
+@pytest.mark.parametrize("kind", ORDERED_KINDS)
+def test_program_order_changes_nothing(kind: str, order: str, seed: int) -> None:
+    """Not even a bit."""
+    case, name = KINDS[kind]
+    weight, plan = on_device(case), plan_named(case, name)
+    expected_losses, expected_grads = run([weight], [plan], config=EDGES)
+    losses, grads = run([weight], [plan], config=EDGES, order=order, seed=seed)
+    assert torch.equal(losses, expected_losses)
+    assert torch.equal(grads[0], expected_grads[0])
+    assert max(errors(losses[0], grads[0], weight, case)) <= TOLERANCE
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Lists of weights
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def resnet18(width: int) -> list[Case]:
+    """ResNet-18's 21 convolutions (20 and the stem), ``width`` channels instead of 64."""
+    cases = [Case((width, 3, 7, 7), 2)]
+    before = width
+    for stage in range(4):
+        now, stride = width << stage, 2 if stage else 1
+        cases += [Case((now, before, 3, 3), stride)] + [Case((now, now, 3, 3))] * 3
+        cases += [Case((now, before, 1, 1), stride)] if stage else []
+        before = now
+    return [*cases, Case((10, before))]
+
+
+def test_a_whole_network_of_different_layers() -> None:
+    cases = resnet18(2)
+    assert len(cases) == 21
+    weights = [on_device(case, seed=index) for index, case in enumerate(cases)]
+    plans = [support.candidates(case)[index % 2] for index, case in enumerate(cases)]
+    losses, grads = run(weights, plans)
+    for case, weight, loss, grad in zip(cases, weights, losses, grads, strict=True):
+        assert max(errors(loss, grad, weight, case)) <= TOLERANCE, str(case)
+
+
+def test_mixed_dtypes_in_one_list() -> None:
+    case = Case((6, 8, 3))
+    weights = [
+        on_device(case, dtype, seed) for seed, dtype in enumerate((torch.float32, torch.float16, torch.bfloat16))
+    ]
+    losses, grads = run(weights, [plan_named(case, "toom/row")] * 3)
+    for weight, loss, grad in zip(weights, losses, grads, strict=True):
+        assert grad.dtype == weight.dtype
+        expected_loss, expected_grad = loss_and_grad(weight.float().cpu(), case)
+        rounding = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[weight.dtype]
+        assert loss.item() == pytest.approx(expected_loss, rel=1e-5)
+        assert abs(grad.double().numpy() - expected_grad).max() <= rounding * abs(expected_grad).max()
+
+
+@pytest.mark.parametrize("name", ["toom/row", "direct/row", "toom/column"])
+def test_any_strides_and_alignment(name: str) -> None:
+    case = Case((12, 8, 3, 3))
+    plan, weight = plan_named(case, name), on_device(case)
+    expected = run([weight], [plan])
+    channels_last = weight.contiguous(memory_format=torch.channels_last)
+    sliced = torch.full((14, 9, 4, 5), torch.nan, device=weight.device)[1:13, 1:, :3, 1:4].copy_(weight)
+    shifted = torch.full((weight.numel() + 1,), torch.nan, device=weight.device)[1:].view_as(weight).copy_(weight)
+    for other in (channels_last, sliced, shifted):
+        before = other.clone()
+        losses, grads = run([other], [plan])
+        assert torch.equal(other, before)
+        assert grads[0].stride() == torch.empty_like(other).stride()
+        assert losses[0].item() == pytest.approx(expected[0][0].item(), rel=1e-6)
+        assert torch.allclose(grads[0], expected[1][0], rtol=1e-5, atol=1e-6)
+
+
+def test_channels_last_direct_needs_neither_evaluate_nor_gather() -> None:
+    case = Case((8, 16, 3, 3))
+    weight = on_device(case).contiguous(memory_format=torch.channels_last)
+    tables = tables_for([weight], [plan_named(case, "direct/row")], torch.float32, BIG)
+    assert {stage: end - begin for stage in ("evaluate", "mix", "gather") for begin, end in [tables.stage(stage)]} == {
+        "evaluate": 0,
+        "mix": 0,
+        "gather": 0,
+    }
+    check_losses, grads = run([weight], [plan_named(case, "direct/row")])
+    assert max(errors(check_losses[0], grads[0], weight, case)) <= TOLERANCE
+
+
+@needs_interpreter
+def test_products_executed_are_those_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply-adds of every ``tl.dot`` that ran, against the tables' padded count (and so the compiled tiles')."""
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    executed = 0
+    original = InterpreterBuilder.create_dot
+
+    def counting(self: object, a: object, b: object, *rest: object) -> object:
+        nonlocal executed
+        executed += a.data.shape[0] * a.data.shape[1] * b.data.shape[1]  # type: ignore[attr-defined]
+        return original(self, a, b, *rest)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", counting)
+    cases = [(Case((20, 6, 3, 3)), "toom/row"), (Case((18, 5, 3)), "direct/row"), (Case((40, 16)), "gram/column")]
+    weights, plans = [on_device(case) for case, _ in cases], [plan_named(*case) for case in cases]
+    run(weights, plans, config=EDGES)
+    assert executed == tables_for(weights, plans, torch.float32, EDGES).multiply_adds
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The tests themselves: planted mistakes must be seen
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def too_wide(length):
+    return (length + 15) // 8 * 8
+
+
+@triton.jit
+def too_narrow(length):
+    return length - 1
+
+
+@needs_interpreter
+@pytest.mark.parametrize("wrong", [too_wide, too_narrow])
+def test_a_wrong_mask_is_seen(wrong: triton.JITFunction, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "padded", wrong)
+    case, name = KINDS["direct"]
+    with pytest.raises(AssertionError):
+        check(case, plan_named(case, name))
+
+
+@triton.jit
+def racy_reduce_loss(table, loss_rows, index, partials, losses, LANES: tl.constexpr):
+    """All programs add to one number, which is then the sum of what every order of programs would give, or less."""
+    tl.store(losses, tl.load(losses) + 1.0)
+
+
+@needs_interpreter
+def test_a_race_is_seen_when_interleaved_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "reduce_loss", racy_reduce_loss)
+    case = Case((8, 8))
+    weights, plans = [on_device(case)] * 6, [plan_named(case, "gram/row")] * 6
+
+    def total(order: str) -> float:
+        with support.execution(order, 1):
+            call = support.Call(weights, plans, False, "ieee", BIG)
+            call.losses.zero_()
+            call.run()
+        return call.losses[0].item()
+
+    assert total("sequential") == total("shuffled") == 6
+    assert total("interleaved") < 6
+
+
+@needs_interpreter
+def test_two_programs_on_one_tile_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile pair that is mixed twice, in place."""
+    case, name = KINDS["toom 3 taps"]
+    weight, plan = on_device(case), plan_named(case, name)
+    call = support.Call([weight], [plan], True, "ieee", EDGES)
+    begin, end = call.tables.stage("mix")
+    apply_begin, _ = call.tables.stage("apply")
+    assert end == apply_begin
+    doubled = torch.cat([call.tables.tiles[begin:end]] * 2)
+    monkeypatch.setattr(support.Call, "_tiles", _with_mix_tiles(support.Call._tiles, doubled))
+    with pytest.raises(AssertionError):
+        check(case, plan, config=EDGES, order="interleaved", seed=1)
+
+
+def _with_mix_tiles(original: object, tiles: torch.Tensor) -> object:
+    def replaced(self: object, stage: str) -> object:
+        return (len(tiles), tiles) if stage == "mix" else original(self, stage)  # type: ignore[operator]
+
+    return replaced

@@ -1,0 +1,300 @@
+"""Compiles every shipped kernel configuration for every supported GPU, without one, and checks what comes out.
+
+    python tools/gpu_check.py --out gpu_check.md          all targets
+    python tools/gpu_check.py --targets sm_90 gfx942      some
+
+For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, the matrix
+instruction where the precision promises one, and as many of them as the tile needs multiply-adds. Exits non-zero if
+anything is wrong. Nothing is executed: this shows what the GPU would run, not how fast.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from time import perf_counter
+
+os.environ.pop("TRITON_INTERPRET", None)  # compiled, not interpreted
+os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="gpu_check_"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ocnn_fused.backends.triton import kernels
+from ocnn_fused.backends.triton.config import ELEMENTWISE_WARPS, SHIPPED, Config
+
+NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture, the shared memory a program may have, and its matrix instructions."""
+
+    name: str
+    shared_bytes: int
+    matrix: str  # regular expression
+
+    @property
+    def is_nvidia(self) -> bool:
+        return self.name.startswith("sm_")
+
+    @property
+    def triton(self) -> GPUTarget:
+        if self.is_nvidia:
+            return GPUTarget("cuda", int(self.name[3:]), 32)
+        return GPUTarget("hip", self.name, 64)
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("sm_80", 163 << 10, r"HMMA"),
+        Target("sm_86", 99 << 10, r"HMMA"),
+        Target("sm_89", 99 << 10, r"HMMA"),
+        Target("sm_90", 227 << 10, r"HGMMA|HMMA"),
+        Target("sm_100", 227 << 10, r"UTCHMMA|UTC\w*MMA"),
+        Target("sm_120", 99 << 10, r"HMMA"),
+        Target("gfx90a", 64 << 10, r"v_mfma\w+"),
+        Target("gfx942", 64 << 10, r"v_mfma\w+"),
+    )
+}
+
+#: Precisions that are compiled for AMD: its matrix units take float32 as it is.
+AMD_PRECISIONS = ("ieee", "bf16")
+
+_POINTERS = {
+    "table": "*i64", "constants": "*fp32", "tiles": "*i32", "weights": "*i64", "workspace": "*u8", "partials": "*fp32",
+    "grads": "*u8", "losses": "*fp32", "arrivals": "*i32",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel in one configuration for one target."""
+
+    kernel: str
+    precision: str
+    config: Config
+    target: str
+
+    @property
+    def warps(self) -> int:
+        return self.config.warps if self.kernel in ("gram", "apply", "single") else ELEMENTWISE_WARPS
+
+    @property
+    def constants(self) -> dict[str, object]:
+        config, bf16 = self.config, self.precision == "bf16"
+        values = {
+            "PLANE": tl.bfloat16 if bf16 else tl.float32,
+            "PRECISION": "ieee" if bf16 else self.precision,
+            "BLOCK": config.block,
+            "DEPTH": config.depth,
+            "ROWS": config.rows,
+            "COLUMNS": config.columns,
+            "LANES": config.lanes,
+        }
+        return {name: values[name] for name in self.function.arg_names if name in values}
+
+    @property
+    def function(self) -> triton.JITFunction:
+        return getattr(kernels, f"{self.kernel}_kernel")
+
+    @property
+    def wants_matrix_instructions(self) -> bool:
+        products = self.kernel in ("gram", "apply", "single")
+        return products and (self.precision != "ieee" or not TARGETS[self.target].is_nvidia)
+
+
+@dataclass
+class Outcome:
+    """What the compiler produced; ``problems`` is empty if all is well."""
+
+    job: Job
+    seconds: float
+    registers: int = 0
+    stack: int = 0
+    spills: int = 0
+    shared: int = 0
+    matrix: Counter[str] = field(default_factory=Counter)
+    steps: float = 0.0  # tile steps that the matrix instructions add up to
+    wide_loads: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def jobs(targets: Sequence[str]) -> Iterator[Job]:
+    """Every kernel that can be launched without asking for a configuration."""
+    for target in targets:
+        precisions = SHIPPED if TARGETS[target].is_nvidia else AMD_PRECISIONS
+        for precision in precisions:
+            yield Job("single", precision, SHIPPED[precision][0], target)
+            for config in SHIPPED[precision]:
+                yield Job("gram", precision, config, target)
+                yield Job("apply", precision, config, target)
+        default = SHIPPED["ieee"][0]
+        yield from (Job(kernel, "ieee", default, target) for kernel in ("evaluate", "mix", "gather", "reduce"))
+        yield Job("evaluate", "bf16", default, target)
+
+
+def compile_job(job: Job) -> triton.compiler.CompiledKernel:
+    constants = job.constants
+    signature, attributes = {}, {}
+    for index, name in enumerate(job.function.arg_names):
+        signature[name] = "constexpr" if name in constants else _POINTERS.get(name, "i32")
+        if name in _POINTERS:
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"num_warps": job.warps, "num_stages": job.config.stages, "enable_fp_fusion": True}
+    if job.kernel == "single":
+        options["launch_cooperative_grid"] = True
+    return triton.compile(source, target=TARGETS[job.target].triton, options=options)
+
+
+def check(job: Job) -> Outcome:
+    start = perf_counter()
+    try:
+        compiled = compile_job(job)
+    except Exception as error:
+        return Outcome(job, perf_counter() - start, problems=[f"does not compile: {str(error)[:200]}"])
+    outcome = Outcome(job, perf_counter() - start, shared=compiled.metadata.shared)
+    target = TARGETS[job.target]
+    (_read_nvidia if target.is_nvidia else _read_amd)(outcome, compiled, target)
+    if outcome.stack:
+        outcome.problems.append(f"{outcome.stack} bytes of stack")
+    if outcome.spills:
+        outcome.problems.append(f"{outcome.spills} local accesses")
+    if outcome.shared > target.shared_bytes:
+        outcome.problems.append(f"{outcome.shared} bytes of shared memory, limit {target.shared_bytes}")
+    if job.wants_matrix_instructions:
+        _check_matrix_instructions(outcome)
+    return outcome
+
+
+#: Loops over products in the source of each kernel: gram has two operand orders, apply three, and single all of them.
+_PRODUCT_LOOPS = {"gram": 2, "apply": 3, "single": 5}
+
+
+def _multiply_adds(instruction: str) -> int | None:
+    """Of one warp (or wave) in one matrix instruction; None where its name does not say the shape."""
+    if match := re.match(r"HMMA\.(16)(8)(8|16)\b", instruction):
+        return int(match[1]) * int(match[2]) * int(match[3])
+    if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", instruction):
+        return int(match[1]) * int(match[2]) * int(match[3]) // 4  # of a group of four warps
+    if match := re.match(r"v_mfma_f32_(\d+)x(\d+)x(\d+)", instruction):
+        return int(match[1]) * int(match[2]) * int(match[3])
+    return None
+
+
+def _check_matrix_instructions(outcome: Outcome) -> None:
+    """One step of a tile is ``block * block * depth`` multiply-adds: the instructions must add up to whole steps.
+
+    As many as the source has loops, where the compiler keeps a loop in one piece; more, where it peels iterations off.
+    A step for every ``depth`` of the contraction and every tile is how the plan's padded work is counted.
+    """
+    job = outcome.job
+    if not outcome.matrix:
+        outcome.problems.append("no matrix instruction")
+        return
+    counted = [(count, _multiply_adds(name)) for name, count in outcome.matrix.items()]
+    if any(work is None for _, work in counted):
+        return
+    step = job.config.block**2 * job.config.depth * (3 if job.precision == "tf32x3" else 1)
+    total = job.warps * sum(count * work for count, work in counted)  # type: ignore[operator]
+    outcome.steps = total / step
+    peels = not TARGETS[job.target].is_nvidia
+    loops = _PRODUCT_LOOPS[job.kernel]
+    if outcome.steps != loops and not (peels and outcome.steps > loops and outcome.steps == int(outcome.steps)):
+        outcome.problems.append(f"matrix instructions of {outcome.steps:g} tile steps, expected {loops}")
+
+
+_INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]+)")
+
+
+def _read_nvidia(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target: Target) -> None:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
+        sass = _run("cuobjdump", "-sass", file.name)
+    numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage))
+    outcome.registers, outcome.stack = int(numbers["REG"]), int(numbers["STACK"])
+    instructions = Counter(_INSTRUCTION.findall(sass))
+    outcome.spills = sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL"))
+    outcome.matrix = Counter({name: count for name, count in instructions.items() if re.match(target.matrix, name)})
+    outcome.wide_loads = sum(count for name, count in instructions.items() if re.match(r"LDG\S*\.128", name))
+
+
+def _read_amd(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target: Target) -> None:
+    text = compiled.asm["amdgcn"]
+    names = "vgpr_count|private_segment_fixed_size|vgpr_spill_count|sgpr_spill_count"
+    numbers = {name: int(value) for name, value in re.findall(rf"\.({names}):\s+(\d+)", text)}
+    outcome.registers = numbers["vgpr_count"]
+    outcome.stack = numbers["private_segment_fixed_size"]
+    outcome.spills = numbers.get("vgpr_spill_count", 0)
+    outcome.matrix = Counter(re.findall(rf"^\s+({target.matrix})", text, re.M))
+    outcome.wide_loads = len(re.findall(r"^\s+(?:global|buffer)_load_dwordx4", text, re.M))
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run([NVIDIA_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown, one row per kernel, configuration and target."""
+    lines = [
+        f"Compiled with triton {triton.__version__}; nothing was executed.",
+        "",
+        "| target | kernel | precision | tile | warps | registers | stack | spills | shared | matrix instructions "
+        "| tile steps | 16-byte loads | seconds | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for outcome in outcomes:
+        job = outcome.job
+        matrix = ", ".join(f"{count} {name}" for name, count in outcome.matrix.most_common(2)) or "-"
+        tile = f"{job.config.block}x{job.config.block}x{job.config.depth}"
+        lines.append(
+            f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
+            f"| {outcome.stack} | {outcome.spills} | {outcome.shared} | {matrix} | {outcome.steps:g} "
+            f"| {outcome.wide_loads} | {outcome.seconds:.1f} | {'; '.join(outcome.problems) or 'ok'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--kernels", nargs="+", help="only these, for instance gram single")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--out", type=Path, help="write the table there too")
+    options = parser.parse_args(arguments)
+    todo = [job for job in jobs(options.targets) if not options.kernels or job.kernel in options.kernels]
+    start = perf_counter()
+    outcomes = []
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        for outcome in pool.map(check, todo):
+            outcomes.append(outcome)
+            job = outcome.job
+            verdict = "; ".join(outcome.problems) or "ok"
+            print(f"{job.target} {job.kernel} {job.precision} {job.config.block}: {verdict}", flush=True)
+    text = table(outcomes)
+    print(f"\n{text}\n{len(todo)} kernels in {perf_counter() - start:.0f} s")
+    if options.out:
+        options.out.write_text(text)
+    wrong = sum(bool(outcome.problems) for outcome in outcomes)
+    raise SystemExit(f"{wrong} kernels are not as they should be" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()
