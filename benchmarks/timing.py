@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 
 #: A sample repeats its call until it lasts about this long: far above the clock's and the scheduler's granularity.
-SAMPLE_SECONDS = 4e-3
+SAMPLE_SECONDS = 25e-3
 
 
 class Timer(Protocol):

@@ -16,6 +16,10 @@ from . import reference
 from .ops import _library
 
 
+#: Whether the running backward keeps its graph (``retain_graph``); if PyTorch does not tell, assume that it does.
+_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+
 class OrthLoss(torch.autograd.Function):
     """``losses = orth_loss(weights)``; saves the weights and their gradients.
 
@@ -37,9 +41,11 @@ class OrthLoss(torch.autograd.Function):
         weights, grads = saved[:count], saved[count:]
         if torch.is_grad_enabled():
             grads = _differentiable_grads(weights, *ctx.geometry[:4])
-        # The scales are 0-dim, so they do not promote the gradients' dtype.
+        # A graph that is freed after this backward lets go of the gradients: scaling them in place saves a copy.
+        # (The scales are 0-dim, so they do not promote the gradients' dtype.)
+        multiply = torch.mul if torch.is_grad_enabled() or _graph_is_kept() else Tensor.mul_
         return None, *(
-            grad * scale if needed and scale is not None else None
+            multiply(grad, scale) if needed and scale is not None else None
             for grad, scale, needed in zip(grads, grad_outputs[:count], ctx.needs_input_grad[1:], strict=True)
         )
 

@@ -282,7 +282,7 @@ class Pipeline {
   int64_t strip_work() const {
     int64_t total = 0;
     for (const Block& block : blocks_) total += block.view.planes * block.view.taps * block.view.residues;
-    return total * std::min(kStrip, window_.channels());
+    return total * std::min(kStrip, (window_.channels() + kLanes - 1) / kLanes * kLanes);  // idle lanes cost as much
   }
 
   void evaluate() {
