@@ -3,5 +3,6 @@
 from . import reference
 from ._version import __version__
 from .functional import fused_orth_loss, fused_orth_loss_foreach, kernel_orth_loss
+from .tune import tune
 
-__all__ = ["__version__", "fused_orth_loss", "fused_orth_loss_foreach", "kernel_orth_loss", "reference"]
+__all__ = ["__version__", "fused_orth_loss", "fused_orth_loss_foreach", "kernel_orth_loss", "reference", "tune"]

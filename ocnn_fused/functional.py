@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .autograd import orth_losses
-from .backends import BACKENDS
+from .backends import BACKENDS, encode
+from .backends.triton.config import LAUNCHES, PRECISIONS
 from .plan import reduce_axis
 from .reference import frobenius_norm
 
@@ -28,6 +29,8 @@ def fused_orth_loss(
     squared: bool = True,
     side: str = "auto",
     backend: str | None = None,
+    precision: str | None = None,
+    launch: str | None = None,
 ) -> Tensor:
     r"""Orthogonality loss of one layer, as a 0-dim tensor: loss and gradient in one pass.
 
@@ -45,12 +48,17 @@ def fused_orth_loss(
         padding: None keeps every lag (``floor((k-1)/S)*S``, the paper's); a smaller multiple of the stride keeps fewer.
         squared: False returns the Frobenius norm, whose gradient at zero is zero.
         side: "row" or "column" forces the Gram side that is worked on; the value is the same, the cost is not.
-        backend: None chooses by device; "cpu" or "torch" forces one.
+        backend: None chooses by device; "cpu", "triton" or "torch" forces one.
+        precision: of the matrix products on a GPU: "ieee", "tf32x3", "tf32" or "bf16"; None follows
+            ``torch.get_float32_matmul_precision()``. Everything else is float32.
+        launch: "single" does everything in one kernel launch on a GPU, "staged" in at most six, None chooses.
 
     Returns:
         The loss in float64 for a float64 weight, else in float32. The gradient has the weight's dtype.
     """
-    (loss,) = _losses([weight], [stride], [dilation], [groups], [padding], side, backend, names=_SINGULAR)
+    (loss,) = _losses(
+        [weight], [stride], [dilation], [groups], [padding], side, _backend(backend, precision, launch), names=_SINGULAR
+    )
     return loss if squared else frobenius_norm(loss)
 
 
@@ -64,6 +72,8 @@ def fused_orth_loss_foreach(
     squared: bool = True,
     side: str = "auto",
     backend: str | None = None,
+    precision: str | None = None,
+    launch: str | None = None,
 ) -> Tensor:
     """:func:`fused_orth_loss` of many weights in one pass, as a 1-D tensor with one loss per weight.
 
@@ -84,7 +94,7 @@ def fused_orth_loss_foreach(
         _one_each("groups", groups, count),
         _one_each("paddings", paddings, count),
         side,
-        backend,
+        _backend(backend, precision, launch),
         names=_PLURAL,
     )
     if any(loss.dtype != losses[0].dtype for loss in losses):
@@ -112,6 +122,17 @@ _SINGULAR = {
 _PLURAL = {name: name for name in _SINGULAR}
 
 
+def _backend(backend: str | None, precision: str | None, launch: str | None) -> str:
+    """Backend and options, checked, as the op takes them."""
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
+    if precision is not None and precision not in PRECISIONS:
+        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
+    if launch is not None and launch not in LAUNCHES:
+        raise ValueError(f"launch must be None or one of {', '.join(map(repr, LAUNCHES))}, got {launch!r}")
+    return encode(backend, precision=precision, launch=launch)
+
+
 def _one_each(name: str, value: Any, count: int) -> list[Any]:
     if value is None or isinstance(value, int):
         return [value] * count
@@ -128,13 +149,11 @@ def _losses(
     groups: list[Any],
     paddings: list[Any],
     side: str,
-    backend: str | None,
+    backend: str,
     names: dict[str, str],
 ) -> Sequence[Tensor]:
     if side not in ("auto", "row", "column"):
         raise ValueError(f"side must be 'auto', 'row' or 'column', got {side!r}")
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
     flat_strides: list[int] = []
     flat_dilations: list[int] = []
     flat_paddings: list[int] = []
@@ -154,7 +173,7 @@ def _losses(
         flat_strides += stride
         flat_dilations += dilation
         flat_paddings += padding
-    return orth_losses(weights, flat_strides, flat_dilations, flat_paddings, groups, side, backend or "")
+    return orth_losses(weights, flat_strides, flat_dilations, flat_paddings, groups, side, backend)
 
 
 def _check_weight(label: str, weight: Any, first: Tensor) -> None:

@@ -69,23 +69,30 @@ def _run(
     backend: str,
     with_grad: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    module = backends.choose(weights[0].device, backend or None)
+    name, all_options = backends.decode(backend)
+    module = backends.choose(weights[0].device, name)
+    options = backends.accepted(module, all_options)
     plans = list(_plans(weights, strides, dilations, paddings, groups, side, module))
     if all(with_grad) or not any(with_grad):
-        losses, grads = module.run(weights, plans, any(with_grad))
+        losses, grads = module.run(weights, plans, any(with_grad), **options)
     else:
-        losses, grads = _run_some(module, weights, plans, with_grad)
+        losses, grads = _run_some(module, weights, plans, with_grad, options)
     return losses, grads or [weight.new_empty(0) for weight in weights]
 
 
 def _run_some(
-    module: ModuleType, weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool]
+    module: ModuleType,
+    weights: Sequence[Tensor],
+    plans: Sequence[Plan],
+    with_grad: Sequence[bool],
+    options: dict[str, str],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Weights that need a gradient in one pass, the others in another."""
     losses, grads = list(weights), [weight.new_empty(0) for weight in weights]
     for wanted in (True, False):
         chosen = [index for index, needed in enumerate(with_grad) if bool(needed) == wanted]
-        some_losses, some_grads = module.run([weights[i] for i in chosen], [plans[i] for i in chosen], wanted)
+        some = [weights[i] for i in chosen], [plans[i] for i in chosen]
+        some_losses, some_grads = module.run(*some, wanted, **options)
         for position, index in enumerate(chosen):
             losses[index] = some_losses[position]
             if wanted:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property, lru_cache
 from math import gcd, prod
-from typing import Literal
+from typing import Any, Literal
 
 Side = Literal["row", "column"]
 Algorithm = Literal["toom", "direct"]
@@ -374,8 +374,16 @@ class Plan:
             f"{2 * len(self.lags) - 1} lags, {self.cost.multiply_adds / 1e6:.4g}M multiply-adds)"
         )
 
-    def explain(self) -> str:
-        """The choice with the numbers behind it, one line per candidate, cheapest first."""
+    def explain(self, device: Any = None, precision: str = "tf32") -> str:
+        """The choice with the numbers behind it, one line per candidate, cheapest first.
+
+        With a ``device`` (a CUDA device, or a name such as "H100"), the choice that the Triton backend makes there for
+        products of ``precision``, by modelled times.
+        """
+        if device is not None:
+            from .backends.triton.model import explain
+
+            return explain(self, device, precision)
         lines = [
             repr(self),
             f"F.conv with autograd: {self.reference_multiply_adds / 1e6:.4g}M multiply-adds "

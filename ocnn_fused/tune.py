@@ -62,14 +62,14 @@ def tuned_config(device: str, precision: str, plans: Sequence[Plan]) -> Config |
     return Config(**entry) if entry else None
 
 
-def candidates(precision: str) -> Iterator[Config]:
+def candidates(shipped: Sequence[Config]) -> Iterator[Config]:
     """The explicit list: shipped configurations first, then the others."""
-    from .backends.triton.config import SHIPPED, Config
+    from .backends.triton.config import Config
 
-    yield from SHIPPED[precision]
+    yield from shipped
     for block, depth, warps, stages in CANDIDATES:
         config = Config(block=block, depth=depth, warps=warps, stages=stages)
-        if config not in SHIPPED[precision]:
+        if config not in shipped:
             yield config
 
 
@@ -107,7 +107,7 @@ def tune(
     chosen = spec.native_precision(resolve_precision(precision))
     measure = measure or _cuda_seconds
     best: tuple[float, Config] | None = None
-    for config in candidates(chosen):
+    for config in candidates(spec.shipped[chosen]):
         try:
             step = partial(backend.run, weights, plans, True, precision=chosen, launch="staged", config=config)
             seconds = measure(step)

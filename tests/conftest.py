@@ -5,12 +5,24 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import pytest
 import torch
+
+# Triton decides when its functions are decorated, so before anything imports it.
+os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+
 from oracle import Case, loss_and_grad
 
 from ocnn_fused import fused_orth_loss
+
+#: Without triton, only what the backend then says is tested.
+collect_ignore = (
+    []
+    if find_spec("triton")
+    else [f"test_triton_{part}.py" for part in ("api", "kernels", "launch", "precision", "tune")]
+)
 
 #: Error against the definition in float64: of the loss relative to max(1, loss), of the gradient to its largest entry.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 import torch._dynamo.testing
+import torch.utils.checkpoint
 from conftest import BACKENDS, TOLERANCES, assert_matches_definition, fused
 from oracle import Case, dirac, loss_and_grad
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -190,6 +191,53 @@ def test_weight_changed_between_forward_and_backward(backend: str) -> None:
         inner.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_jacobian(vectorize: bool, backend: str) -> None:
+    """Several rows of a Jacobian through one graph, one by one or as a batch."""
+    trained = leaf()
+
+    def losses(weight: torch.Tensor) -> torch.Tensor:
+        return fused_orth_loss_foreach([weight, 2 * weight], backend=backend)
+
+    jacobian = torch.autograd.functional.jacobian(losses, trained, vectorize=vectorize)
+    assert_is_gradient(jacobian[0], trained)
+    assert_is_gradient(jacobian[1], 2 * trained, scale=2)
+
+
+def test_batched_grad_outputs(backend: str) -> None:
+    weight = leaf()
+    scales = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    loss = fused_orth_loss(weight, backend=backend)
+    (gradients,) = torch.autograd.grad(loss, weight, scales, is_grads_batched=True)
+    for scale, gradient in zip(scales.tolist(), gradients, strict=True):
+        assert_is_gradient(gradient, weight, scale=scale)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_saved_tensor_hooks(again: bool, backend: str) -> None:
+    """What a hook keeps of the saved gradients is the user's: a backward does not write into it."""
+    kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append((tensor, tensor.detach().clone()))
+        return tensor
+
+    weight = leaf()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = fused_orth_loss(weight, backend=backend)
+    (3 * loss).backward(retain_graph=again)
+    assert_is_gradient(weight.grad, weight, scale=3)
+    assert kept
+    assert all(torch.equal(tensor, before) for tensor, before in kept)
+
+
+def test_activation_checkpointing(backend: str) -> None:
+    weight = leaf()
+    loss = torch.utils.checkpoint.checkpoint(lambda w: fused_orth_loss(w, backend=backend), weight, use_reentrant=False)
+    loss.backward()
+    assert_is_gradient(weight.grad, weight)
 
 
 def test_hooks(backend: str) -> None:

@@ -251,9 +251,9 @@ def test_precision_follows_torch() -> None:
 
 def test_large_tiles_need_enough_of_them() -> None:
     small, large = SHIPPED["tf32"]
-    assert choose_config("tf32", 2 * 108 - 1, 108) == small
-    assert choose_config("tf32", 2 * 108, 108) == large
-    assert choose_config("ieee", 10**6, 108) == SHIPPED["ieee"][0]
+    assert choose_config(SHIPPED["tf32"], 2 * 108 - 1, 108) == small
+    assert choose_config(SHIPPED["tf32"], 2 * 108, 108) == large
+    assert choose_config(SHIPPED["ieee"], 10**6, 108) == SHIPPED["ieee"][0]
 
 
 def test_one_launch_for_little_work_only() -> None:

@@ -5,7 +5,11 @@
 ``unavailable_reason(device) -> str | None``
     why it cannot serve tensors of that device, in one sentence, or None,
 ``run(weights, plans, with_grad) -> (losses, grads)``
-    one 0-dim loss per weight in the accumulation dtype and, if asked for, one gradient per weight in its own dtype.
+    one 0-dim loss per weight in the accumulation dtype and, if asked for, one gradient per weight in its own dtype,
+``OPTIONS``
+    optional: names of further keyword arguments of ``run``, each a string,
+``ONLY_ON_REQUEST``
+    optional: device types that it serves only when it is asked for by name.
 """
 
 from __future__ import annotations
@@ -16,12 +20,28 @@ from types import ModuleType
 
 import torch
 
-from . import cpu, pytorch
+from . import cpu, pytorch, triton
 
 #: By name, in the order in which they are preferred.
-BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "torch": pytorch}
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "torch": pytorch}
 
 _warned: set[str] = set()
+
+
+def encode(backend: str | None, **options: str | None) -> str:
+    """A backend and its options as the one string that an op takes: ``triton;precision=tf32``."""
+    return ";".join([backend or "", *(f"{name}={value}" for name, value in options.items() if value is not None)])
+
+
+def decode(text: str) -> tuple[str | None, dict[str, str]]:
+    """The backend, or None for the default, and the options."""
+    name, *options = text.split(";")
+    return name or None, dict(option.split("=", 1) for option in options)  # type: ignore[misc]
+
+
+def accepted(module: ModuleType, options: dict[str, str]) -> dict[str, str]:
+    """The options that a backend has; the others say nothing to it (a CPU has no TF32)."""
+    return {name: value for name, value in options.items() if name in getattr(module, "OPTIONS", ())}
 
 
 def choose(device: torch.device, name: str | None = None) -> ModuleType:
@@ -36,6 +56,8 @@ def choose(device: torch.device, name: str | None = None) -> ModuleType:
         return BACKENDS[name]
     reasons: dict[str, str] = {}
     for candidate, module in BACKENDS.items():
+        if device.type in getattr(module, "ONLY_ON_REQUEST", ()):
+            continue
         reason = module.unavailable_reason(device)
         if reason is None:
             _warn_if_slower(candidate, device, reasons)

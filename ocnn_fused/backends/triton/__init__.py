@@ -13,10 +13,10 @@ from torch import Tensor
 from ...plan import Plan
 from .. import pytorch
 from .availability import interpreted, unavailable_reason
-from .config import LARGE_TILES, SHIPPED, Config, check_launch, choose_config, resolve_precision
+from .config import LARGE_TILES, Config, check_launch, choose_config, resolve_precision
 from .model import GPU_RATES, DeviceSpec, choose_plan, prefer_single, spec_of
 
-__all__ = ["ONLY_ON_REQUEST", "OPTIONS", "RATES", "SHIPPED", "Config", "interpreted", "run", "unavailable_reason"]
+__all__ = ["ONLY_ON_REQUEST", "OPTIONS", "RATES", "Config", "interpreted", "run", "unavailable_reason"]
 
 RATES = GPU_RATES
 
@@ -53,7 +53,7 @@ def run(
     precision = spec.native_precision(asked_precision)
     plans = [supported(choose_plan(plan, spec, precision)) for plan in plans]
     single = launch == "single" or (launch == "auto" and prefer_single(plans, spec, precision))
-    config = config or (SHIPPED[precision][0] if single else config_for(plans, precision, spec))
+    config = config or (spec.shipped[precision][0] if single else config_for(plans, precision, spec))
     call = Call(weights, plans, with_grad, precision, config)
     programs = None
     if single:
@@ -73,7 +73,9 @@ def config_for(plans: Sequence[Plan], precision: str, spec: DeviceSpec) -> Confi
     from ...tune import tuned_config
 
     tiles = sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.block)) ** 2 for plan in plans)
-    return tuned_config(spec.name, precision, plans) or choose_config(precision, tiles, spec.multiprocessors)
+    return tuned_config(spec.name, precision, plans) or choose_config(
+        spec.shipped[precision], tiles, spec.multiprocessors
+    )
 
 
 def _run_with_float64(

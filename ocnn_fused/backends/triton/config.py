@@ -35,17 +35,22 @@ class Config:
 
 
 SMALL_TILES = Config()
-SHALLOW_TILES = Config(depth=16)
-SHALLOW_TILES_OF_MORE_WARPS = Config(depth=16, warps=8)
 LARGE_TILES = Config(block=128, warps=8, stages=2)
 
-#: Every configuration that is ever chosen without being asked for, per precision. Products in (nearly) full float32
-#: hold more operands in registers: they would spill with larger or deeper tiles. Large tiles are buffered twice, since
-#: three times would not fit the shared memory of sm_86, sm_89 and sm_120.
+#: Every configuration that is ever chosen without being asked for, per precision, as `make gpu-check` found them to be
+#: free of spills on every architecture. Products in (nearly) full float32 hold more operands in registers, so their
+#: tiles are shallower, and in `ieee` spread over more warps; with matrix instructions 8 warps would compute a 64 x 64
+#: tile twice. Large tiles are buffered twice, since three times exceeds the shared memory of sm_86, sm_89 and sm_120.
 SHIPPED: dict[str, tuple[Config, ...]] = {
-    "ieee": (SHALLOW_TILES,),
-    "tf32x3": (SHALLOW_TILES_OF_MORE_WARPS,),
+    "ieee": (Config(depth=16, warps=8),),
+    "tf32x3": (Config(depth=16, stages=2),),
     "tf32": (SMALL_TILES, LARGE_TILES),
+    "bf16": (SMALL_TILES, LARGE_TILES),
+}
+
+#: The same for AMD, where `ieee` is done by matrix instructions.
+SHIPPED_AMD: dict[str, tuple[Config, ...]] = {
+    "ieee": (Config(depth=16),),
     "bf16": (SMALL_TILES, LARGE_TILES),
 }
 
@@ -67,11 +72,10 @@ def check_launch(launch: str) -> None:
         raise ValueError(f"launch must be one of {', '.join(map(repr, LAUNCHES))}, got {launch!r}")
 
 
-def choose_config(precision: str, large_tiles: int, multiprocessors: int) -> Config:
+def choose_config(configs: tuple[Config, ...], large_tiles: int, multiprocessors: int) -> Config:
     """Large tiles move fewer bytes per product; they are taken when two of them per multiprocessor keep all busy.
 
     ``large_tiles`` counts the work items that the gram stage would have with the largest configuration. The single
     launch, which is for little work, always takes the first.
     """
-    configs = SHIPPED[precision]
     return configs[-1] if large_tiles >= 2 * multiprocessors else configs[0]

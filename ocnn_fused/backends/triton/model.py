@@ -15,6 +15,7 @@ from math import prod
 import torch
 
 from ...plan import Plan, Rates
+from .config import SHIPPED, SHIPPED_AMD, Config
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,15 @@ class DeviceSpec:
 
     def __hash__(self) -> int:
         return hash(self.name)
+
+    @property
+    def is_amd(self) -> bool:
+        return self.name.startswith("MI")
+
+    @property
+    def shipped(self) -> dict[str, tuple[Config, ...]]:
+        """Configurations by precision."""
+        return SHIPPED_AMD if self.is_amd else SHIPPED
 
     def native_precision(self, precision: str) -> str:
         """AMD's matrix units take float32 as it is, so there is nothing to gain from TF32."""

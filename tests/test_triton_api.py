@@ -1,0 +1,96 @@
+"""The Triton backend through the public functions: values, options, torch.compile and the op's own checks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conftest import TOLERANCES
+from oracle import Case
+from triton_support import DEVICE, errors, execution, on_device
+
+from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach
+from ocnn_fused.backends import decode, encode
+
+CASES = [Case((6, 4, 3), 2), Case((8, 16)), Case((6, 1, 3), groups=6)]
+
+
+@pytest.mark.parametrize("launch", [None, "single", "staged"])
+def test_loss_and_gradient(launch: str | None) -> None:
+    case = CASES[0]
+    weight = on_device(case).requires_grad_()
+    with execution():
+        loss = fused_orth_loss(weight, **case.options, backend="triton", precision="ieee", launch=launch)
+    loss.backward()
+    assert max(errors(loss.detach().cpu(), weight.grad.cpu(), weight.detach(), case)) <= TOLERANCES[torch.float32]
+
+
+def test_foreach() -> None:
+    weights = [on_device(case).requires_grad_() for case in CASES]
+    with execution():
+        losses = fused_orth_loss_foreach(
+            weights,
+            [case.stride for case in CASES],
+            groups=[case.groups for case in CASES],
+            backend="triton",
+            precision="ieee",
+        )
+    torch.stack(list(losses)).sum().backward()
+    for case, weight, loss in zip(CASES, weights, losses, strict=True):
+        worst = max(errors(loss.detach().cpu(), weight.grad.cpu(), weight.detach(), case))
+        assert worst <= TOLERANCES[torch.float32]
+
+
+def test_compiled_without_graph_breaks() -> None:
+    weight = on_device(CASES[1]).requires_grad_()
+
+    def loss_of(weight: torch.Tensor) -> torch.Tensor:
+        return 2 * fused_orth_loss(weight, backend="triton", precision="ieee")
+
+    with execution():
+        loss = torch.compile(loss_of, fullgraph=True, backend="aot_eager")(weight)
+        (grad,) = torch.autograd.grad(loss, weight)
+        eager = loss_of(weight)
+        (eager_grad,) = torch.autograd.grad(eager, weight)
+    assert torch.equal(loss, eager)
+    assert torch.equal(grad, eager_grad)
+
+
+def test_the_op_keeps_its_promises() -> None:
+    weights = [on_device(case).requires_grad_() for case in CASES[:2]]
+    arguments = (weights, [2], [1], [-1], [1, 1], "auto", "triton;precision=ieee")
+    with execution():
+        torch.library.opcheck(
+            torch.ops.ocnn_fused.orth_loss.default, arguments, test_utils=("test_schema", "test_faketensor")
+        )
+
+
+def test_options_are_checked() -> None:
+    weight = on_device(CASES[1])
+    with pytest.raises(ValueError, match="precision must be None or one of 'ieee'"):
+        fused_orth_loss(weight, precision="fp8")
+    with pytest.raises(ValueError, match="launch must be None or one of 'auto'"):
+        fused_orth_loss(weight, launch="twice")
+
+
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="says what a CPU does with them")
+def test_other_backends_have_no_such_options() -> None:
+    weight = on_device(CASES[1])
+    assert torch.equal(
+        fused_orth_loss(weight, backend="torch", precision="tf32"), fused_orth_loss(weight, backend="torch")
+    )
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "tf32"}, {"precision": "bf16", "launch": "single"}])
+def test_options_survive_the_op(options: dict[str, str]) -> None:
+    for backend in (None, "triton"):
+        assert decode(encode(backend, **options)) == (backend, options)
+
+
+@pytest.mark.parametrize("device", ["A100", "H100"])
+def test_explain_on_a_device(device: str) -> None:
+    from ocnn_fused.plan import make_plan, reduce_axis
+
+    text = make_plan(512, 512, (reduce_axis(3),) * 2).explain(device=device)
+    assert text.startswith(f"{device}, tf32 (modelled, not measured)")
+    assert "direct/row" in text
+    assert "toom/row" in text
