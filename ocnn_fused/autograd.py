@@ -15,7 +15,6 @@ from torch import Tensor
 from . import reference
 from .ops import _library
 
-
 #: Whether the running backward keeps its graph (``retain_graph``); if PyTorch does not tell, assume that it does.
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
