@@ -21,7 +21,7 @@ EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --e
 NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test bench lint format sanitize clean FORCE
+.PHONY: install test bench lint format sanitize gpu-check clean FORCE
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/extension
@@ -57,6 +57,11 @@ sanitize: $(STAMPS)/test
 	    'import ocnn_fused._C as c; assert "-fsanitize=$(SANITIZERS)" in c.build_info()["flags"], c.__file__'
 	cd $(SANITIZED) && $(CHECKED) -m pytest --capture=sys --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) \
 	    $(addprefix $(CURDIR)/,$(SANITIZE_TESTS)) $(addprefix --deselect=,$(SANITIZE_SKIP)) $(PYTEST_ARGS)
+
+# Compiles the Triton kernels for every supported GPU; needs none.
+gpu-check: $(STAMPS)/test
+	mkdir -p build
+	$(PY) tools/gpu_check.py --out build/gpu_check.md
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info ocnn_fused/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
