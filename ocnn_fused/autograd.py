@@ -6,7 +6,7 @@ recomputed through the differentiable reference formula, which autograd can diff
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,20 @@ from .ops import _library
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
+def _is_batched(scale: Tensor | None) -> bool:
+    """Whether vmap runs this backward (``is_grads_batched``), with several scales in one."""
+    functorch = torch._C._functorch
+    return scale is not None and (functorch.is_batchedtensor(scale) or functorch.is_legacy_batchedtensor(scale))
+
+
+def _remember(ctx: Any, geometry: tuple[Any, ...], weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """What backward needs. The gradients are our own memory, not a part of the graph: hooks do not see them."""
+    ctx.geometry = geometry
+    ctx.grads = grads
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*weights)
+
+
 class OrthLoss(torch.autograd.Function):
     """``losses = orth_loss(weights)``; saves the weights and their gradients.
 
@@ -28,24 +42,22 @@ class OrthLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, geometry: tuple[Any, ...], *weights: Tensor) -> Any:  # type: ignore[override]
         losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(weights, *geometry)
-        ctx.geometry = geometry
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*weights, *grads)
+        _remember(ctx, geometry, weights, grads)
         return tuple(losses)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        saved = ctx.saved_tensors
-        count = len(saved) // 2
-        weights, grads = saved[:count], saved[count:]
+        weights, grads = ctx.saved_tensors, ctx.grads
+        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul
         if torch.is_grad_enabled():
             grads = _differentiable_grads(weights, *ctx.geometry[:4])
-        # A graph that is freed after this backward lets go of the gradients: scaling them in place saves a copy.
-        # (The scales are 0-dim, so they do not promote the gradients' dtype.)
-        multiply = torch.mul if torch.is_grad_enabled() or _graph_is_kept() else Tensor.mul_
+        elif not _graph_is_kept() and not any(map(_is_batched, grad_outputs)):
+            # Nobody asks again: scaling in place saves a copy of every gradient.
+            multiply, ctx.grads = Tensor.mul_, None
+        # The scales are 0-dim, so they do not promote the gradients' dtype.
         return None, *(
             multiply(grad, scale) if needed and scale is not None else None
-            for grad, scale, needed in zip(grads, grad_outputs[:count], ctx.needs_input_grad[1:], strict=True)
+            for grad, scale, needed in zip(grads, grad_outputs[: len(weights)], ctx.needs_input_grad[1:], strict=True)
         )
 
 
@@ -61,10 +73,8 @@ class TransformableOrthLoss(OrthLoss):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         geometry, *weights = inputs
         grads = output[len(weights) :]
-        ctx.geometry = geometry
         ctx.mark_non_differentiable(*grads)
-        ctx.set_materialize_grads(False)  # of the gradients, which have none
-        ctx.save_for_backward(*weights, *grads)
+        _remember(ctx, geometry, weights, grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], geometry: tuple[Any, ...], *weights: Tensor) -> Any:

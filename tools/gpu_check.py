@@ -34,7 +34,14 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ocnn_fused.backends.triton import kernels
-from ocnn_fused.backends.triton.config import ELEMENTWISE_WARPS, SHIPPED, Config
+from ocnn_fused.backends.triton.config import (
+    ELEMENTWISE_WARPS,
+    MOST_REGISTERS,
+    SHIPPED,
+    SHIPPED_AMD,
+    Config,
+    single_config,
+)
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -72,9 +79,6 @@ TARGETS = {
     )
 }
 
-#: Precisions that are compiled for AMD: its matrix units take float32 as it is.
-AMD_PRECISIONS = ("ieee", "bf16")
-
 _POINTERS = {
     "table": "*i64", "constants": "*fp32", "tiles": "*i32", "weights": "*i64", "workspace": "*u8", "partials": "*fp32",
     "grads": "*u8", "losses": "*fp32", "arrivals": "*i32",
@@ -91,8 +95,12 @@ class Job:
     target: str
 
     @property
+    def is_product(self) -> bool:
+        return self.kernel in ("gram", "apply", "single")
+
+    @property
     def warps(self) -> int:
-        return self.config.warps if self.kernel in ("gram", "apply", "single") else ELEMENTWISE_WARPS
+        return self.config.warps if self.is_product else ELEMENTWISE_WARPS
 
     @property
     def constants(self) -> dict[str, object]:
@@ -114,8 +122,7 @@ class Job:
 
     @property
     def wants_matrix_instructions(self) -> bool:
-        products = self.kernel in ("gram", "apply", "single")
-        return products and (self.precision != "ieee" or not TARGETS[self.target].is_nvidia)
+        return self.is_product and (self.precision != "ieee" or not TARGETS[self.target].is_nvidia)
 
 
 @dataclass
@@ -137,13 +144,13 @@ class Outcome:
 def jobs(targets: Sequence[str]) -> Iterator[Job]:
     """Every kernel that can be launched without asking for a configuration."""
     for target in targets:
-        precisions = SHIPPED if TARGETS[target].is_nvidia else AMD_PRECISIONS
-        for precision in precisions:
-            yield Job("single", precision, SHIPPED[precision][0], target)
-            for config in SHIPPED[precision]:
+        shipped = SHIPPED if TARGETS[target].is_nvidia else SHIPPED_AMD
+        for precision, configs in shipped.items():
+            yield Job("single", precision, single_config(configs), target)
+            for config in configs:
                 yield Job("gram", precision, config, target)
                 yield Job("apply", precision, config, target)
-        default = SHIPPED["ieee"][0]
+        default = shipped["ieee"][0]
         yield from (Job(kernel, "ieee", default, target) for kernel in ("evaluate", "mix", "gather", "reduce"))
         yield Job("evaluate", "bf16", default, target)
 
@@ -157,6 +164,8 @@ def compile_job(job: Job) -> triton.compiler.CompiledKernel:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": job.warps, "num_stages": job.config.stages, "enable_fp_fusion": True}
+    if job.is_product and TARGETS[job.target].is_nvidia:
+        options["maxnreg"] = MOST_REGISTERS
     if job.kernel == "single":
         options["launch_cooperative_grid"] = True
     return triton.compile(source, target=TARGETS[job.target].triton, options=options)

@@ -11,7 +11,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <limits>
+#include <cstring>
 #include <numeric>
 #include <tuple>
 #include <type_traits>
@@ -46,8 +46,7 @@ at::Tensor workspace(int64_t bytes) {
   }
   const auto& context = at::globalContext();
   if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) {
-    std::fill_n(static_cast<double*>(memory.data_ptr()), memory.nbytes() / sizeof(double),
-                std::numeric_limits<double>::quiet_NaN());
+    std::memset(memory.data_ptr(), 0xFF, memory.nbytes());  // NaN in every floating type
   }
   return memory;
 }

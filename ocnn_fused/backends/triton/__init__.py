@@ -13,7 +13,7 @@ from torch import Tensor
 from ...plan import Plan
 from .. import pytorch
 from .availability import interpreted, unavailable_reason
-from .config import LARGE_TILES, Config, check_launch, choose_config, resolve_precision
+from .config import LARGE_TILES, Config, check_launch, choose_config, resolve_precision, single_config
 from .model import GPU_RATES, DeviceSpec, choose_plan, prefer_single, spec_of
 
 __all__ = ["ONLY_ON_REQUEST", "OPTIONS", "RATES", "Config", "interpreted", "run", "unavailable_reason"]
@@ -53,7 +53,7 @@ def run(
     precision = spec.native_precision(asked_precision)
     plans = [supported(choose_plan(plan, spec, precision)) for plan in plans]
     single = launch == "single" or (launch == "auto" and prefer_single(plans, spec, precision))
-    config = config or (spec.shipped[precision][0] if single else config_for(plans, precision, spec))
+    config = config or (single_config(spec.shipped[precision]) if single else config_for(plans, precision, spec))
     call = Call(weights, plans, with_grad, precision, config)
     programs = None
     if single:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -54,6 +54,10 @@ SHIPPED_AMD: dict[str, tuple[Config, ...]] = {
     "bf16": (SMALL_TILES, LARGE_TILES),
 }
 
+#: Registers per thread that the product kernels may have on NVIDIA: all. Left to itself the assembler may aim for more
+#: programs per multiprocessor and spill for it.
+MOST_REGISTERS = 255
+
 #: Warps of the stages that are no products; their tiles hold 4096 values.
 ELEMENTWISE_WARPS = 4
 
@@ -72,10 +76,14 @@ def check_launch(launch: str) -> None:
         raise ValueError(f"launch must be one of {', '.join(map(repr, LAUNCHES))}, got {launch!r}")
 
 
+def single_config(configs: tuple[Config, ...]) -> Config:
+    """The smallest tiles, buffered twice: the single kernel is for little work and has no registers to spare."""
+    return replace(configs[0], stages=2)
+
+
 def choose_config(configs: tuple[Config, ...], large_tiles: int, multiprocessors: int) -> Config:
     """Large tiles move fewer bytes per product; they are taken when two of them per multiprocessor keep all busy.
 
-    ``large_tiles`` counts the work items that the gram stage would have with the largest configuration. The single
-    launch, which is for little work, always takes the first.
+    ``large_tiles`` counts the work items that the gram stage would have with the largest configuration.
     """
     return configs[-1] if large_tiles >= 2 * multiprocessors else configs[0]

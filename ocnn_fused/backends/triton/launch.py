@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...plan import Plan
 from . import kernels
-from .config import ELEMENTWISE_WARPS, Config
+from .config import ELEMENTWISE_WARPS, MOST_REGISTERS, Config
 from .tables import Layout, Tables, build_tables
 
 #: Bounds of the caches: a model has a few lists of weights, and tables are at most a few megabytes.
@@ -109,6 +109,8 @@ class Call:
         # A product and its sum are rounded once; without this the default would depend on the version of Triton.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
         self.elementwise = {**self.options, "num_warps": ELEMENTWISE_WARPS}
+        if torch.version.hip is None:
+            self.options["maxnreg"] = MOST_REGISTERS
 
     def run(self, programs: int | None = None) -> None:
         """``programs`` is the persistent grid of the single launch; None launches the stages one by one."""
