@@ -318,11 +318,6 @@ class Plan:
         return tuple(_runs(self.products))
 
     @cached_property
-    def accumulates(self) -> bool:
-        """Some output or plane gradient is a sum of several products."""
-        return len(self.products) > self.outputs
-
-    @cached_property
     def symmetric(self) -> Matrix:
         """``rs = symmetric @ (x + y)``: the part of Z that is symmetric under ``i <-> j``; shape (lags, outputs)."""
         return _combine(self.mix, self.mix_transposed, 1)

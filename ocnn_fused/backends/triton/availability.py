@@ -10,7 +10,7 @@ import torch
 #: The oldest triton whose interpreter, cooperative launch and `tl.dot` arguments the kernels rely on.
 MINIMUM_TRITON = (3, 3)
 
-#: The oldest NVIDIA architecture on which Triton uses the tensor cores, and the AMD ones that are compiled for in CI.
+#: The oldest NVIDIA architecture on which Triton uses the tensor cores, and the AMD ones `make gpu-check` compiles for.
 MINIMUM_CAPABILITY = (8, 0)
 AMD_ARCHITECTURES = ("gfx90a", "gfx942")
 
