@@ -13,19 +13,15 @@
 #endif
 
 TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
-  // Executes a lowered plan (see ocnn_fused/backends/lowering.py) and returns the loss and, if asked for, its gradient
-  // (else an empty tensor).
-  //   evaluation  one (planes, taps) matrix per block
-  //   sources     per block: the number of residues, then a (residues, taps) table of flat tap indices, -1 for none
-  //   runs        six numbers per run: block, left, right, out, count, summed
-  //   mix         symmetric, antisymmetric and their adjoints; empty if the outputs are the lags themselves
+  // Executes a lowered plan (csrc/lowered.h) for weights of one shape, strides and type: one loss per weight and, if
+  // asked for, one gradient per weight (else an empty list).
   m.def(
-      "execute_plan(Tensor weight, int groups, bool column, bool flat, Tensor[] evaluation, int[] sources, int[] runs, "
-      "int outputs, Tensor[] mix, float offset, bool with_grad) -> (Tensor, Tensor)");
+      "execute_plan(Tensor[] weights, Tensor layout, Tensor tables, Tensor constants, bool with_grad) -> "
+      "(Tensor[], Tensor[])");
   // The same for groups too small for matrix products: tap pairs left[n], right[n], sorted by lag.
   m.def(
-      "execute_small(Tensor weight, int groups, int[] left, int[] right, int[] lag_begin, bool with_grad) -> "
-      "(Tensor, Tensor)");
+      "execute_small(Tensor[] weights, int groups, int[] left, int[] right, int[] lag_begin, bool with_grad) -> "
+      "(Tensor[], Tensor[])");
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

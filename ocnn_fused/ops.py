@@ -128,16 +128,9 @@ for _device_type in ("cpu", "cuda"):
     torch.library.register_autocast("ocnn_fused::orth_loss", _device_type, torch.float32, lib=_library)
 
 if _extension.module is not None:
+    for _op in ("execute_plan", "execute_small"):
 
-    @torch.library.register_fake("ocnn_fused::execute_plan", lib=_library)
-    def _execute_plan_fake(weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return _executed_fake(weight, bool(arguments[-1]))
-
-    @torch.library.register_fake("ocnn_fused::execute_small", lib=_library)
-    def _execute_small_fake(weight: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-        return _executed_fake(weight, bool(arguments[-1]))
-
-
-def _executed_fake(weight: Tensor, with_grad: bool) -> tuple[Tensor, Tensor]:
-    loss = weight.new_empty((), dtype=accumulation_dtype(weight.dtype))
-    return loss, torch.empty_like(weight) if with_grad else weight.new_empty(0)
+        @torch.library.register_fake(f"ocnn_fused::{_op}", lib=_library)
+        def _execute_fake(weights: Sequence[Tensor], *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+            with_grad = bool(arguments[-1])
+            return _orth_loss_fake(weights), [torch.empty_like(weight) for weight in weights if with_grad]

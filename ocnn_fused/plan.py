@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache
+from functools import cache, cached_property, lru_cache, reduce
 from math import gcd, prod
 from typing import Any, Literal
 
@@ -204,10 +204,17 @@ class Block:
     ``V_p[i, (r, c)] = sum_m evaluation[p][m] K[i, c, sources[r][m]]``.
 
     ``sources[r][m]`` is a flat (row-major) tap index, or -1 for a tap that a short phase does not have.
+
+    The block is the product of one scheme per axis, ``factors``: the grid's plane ``g`` is row ``plane_of[g]`` of
+    ``evaluation``, and its output ``g`` is the stored output ``output_of[g][0]``, or its transpose if
+    ``output_of[g][1]``. Plans whose outputs are the lags themselves do not use ``output_of``.
     """
 
     evaluation: Matrix
     sources: tuple[tuple[int, ...], ...]
+    factors: tuple[Scheme, ...]
+    plane_of: tuple[int, ...]
+    output_of: tuple[tuple[int, bool], ...]
 
     @property
     def planes(self) -> int:
@@ -448,12 +455,8 @@ def _sources(axes: tuple[Axis, ...], taps: tuple[int, ...], residue: tuple[int, 
     return tuple(flat)
 
 
-def _class_scheme(taps: tuple[int, ...], algorithm: Algorithm) -> Scheme:
-    scheme = _POINT_SCHEME
-    for n in taps:
-        toom = algorithm == "toom" and n <= MAX_TOOM_TAPS
-        scheme = _kronecker_scheme(scheme, toom_scheme(n) if toom else direct_scheme(n))
-    return scheme
+def _axis_schemes(taps: tuple[int, ...], algorithm: Algorithm) -> tuple[Scheme, ...]:
+    return tuple(toom_scheme(n) if algorithm == "toom" and n <= MAX_TOOM_TAPS else direct_scheme(n) for n in taps)
 
 
 def _half_lags(axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
@@ -475,7 +478,8 @@ def _bilinear(
     columns: list[tuple[list[Fraction], list[Fraction]]] = []  # of mix and mix_transposed, one per stored output
     shared: dict[tuple[int, ...], int] = {}  # direct outputs are lags, which all classes add into
     for taps, residues in _classes(axes, side):
-        scheme = _class_scheme(taps, algorithm)
+        factors = _axis_schemes(taps, algorithm)
+        scheme = reduce(_kronecker_scheme, factors, _POINT_SCHEME)
         sources = tuple(_sources(axes, taps, residue) for residue in residues)
         class_lags = list(itertools.product(*(range(-(n - 1), n) for n in taps)))
         row_of = {lag: index for index, lag in enumerate(class_lags)}
@@ -496,6 +500,7 @@ def _bilinear(
             order = [left for left, _ in paired] + [right for left, right in paired if left != right]
         position = {plane: index for index, plane in enumerate(order)}
 
+        output_of: dict[int, tuple[int, bool]] = {}
         for out in outputs:
             partner = scheme.partner[out]
             is_self = partner == out
@@ -512,7 +517,17 @@ def _bilinear(
                     column = column_t = [value / 2 for value in column]
                 columns.append((column, column_t))
             products += [(len(blocks), position[left], position[right], index) for left, right in by_output[out]]
-        blocks.append(Block(tuple(scheme.evaluation[plane] for plane in order), sources))
+            output_of[partner] = (index, True)
+            output_of[out] = (index, False)
+        blocks.append(
+            Block(
+                evaluation=tuple(scheme.evaluation[plane] for plane in order),
+                sources=sources,
+                factors=factors,
+                plane_of=tuple(position[plane] for plane in range(len(order))),
+                output_of=tuple(output_of[out] for out in sorted(output_of)),
+            )
+        )
     mix = tuple(zip(*(column for column, _ in columns), strict=True))
     mix_transposed = tuple(zip(*(column for _, column in columns), strict=True))
     return tuple(blocks), tuple(products), tuple(self_paired), mix, mix_transposed

@@ -527,7 +527,7 @@ def test_opcheck_compiled_ops(case: Case, with_grad: bool) -> None:
         if plan.small
         else (torch.ops.ocnn_fused.execute_plan.default, lower(plan, torch.float64))
     )
-    torch.library.opcheck(op, (case.random(), *lowered, with_grad))
+    torch.library.opcheck(op, ([case.random()], *lowered, with_grad))
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)

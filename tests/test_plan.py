@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from dataclasses import replace
 from fractions import Fraction
 from math import gcd, lcm, prod
 
@@ -209,7 +210,7 @@ def test_a_wrong_coefficient_is_found() -> None:
     for name, value in {
         "mix": nudged(plan.mix),
         "mix_transposed": nudged(plan.mix_transposed),
-        "blocks": (planning.Block(nudged(block.evaluation), block.sources),),
+        "blocks": (replace(block, evaluation=nudged(block.evaluation)),),
         "products": ((0, 1, 1, 0), *plan.products[1:]),
     }.items():
         broken = Plan(**{field: getattr(plan, field) for field in Plan.__dataclass_fields__} | {name: value})

@@ -2,62 +2,50 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
+
+#include "../pipeline.h"
 
 namespace ocnn_fused::cpu {
 
-// Elements that every elementwise stage handles at once: one cache line of float32.
+// Rows of numbers are worked on in multiples of this: one cache line of float32.
 constexpr int64_t kLanes = 16;
 // Channels that evaluate and gather take at once: long enough a run of each plane for the memory system to stream.
 constexpr int64_t kStrip = 4 * kLanes;
 // Side of the square tiles that mix reads together with their mirror image.
 constexpr int64_t kTile = kLanes;
 
-// A weight K[row, channel, tap] of any strides; tap_offsets maps a flat tap index to an element offset.
+// Weights K[row, channel, tap] of any strides, stacked: rows count on through all of them. tap_offsets maps a flat tap
+// index to an element offset.
 template <typename S>
 struct WeightView {
-  S* data;
+  S* const* data;
+  int64_t rows;  // of one weight
   int64_t row_stride;
   int64_t channel_stride;
   const int64_t* tap_offsets;
   int64_t taps;
   bool dense;  // tap_offsets[u] == u
+  S* row(int64_t i) const { return data[i / rows] + i % rows * row_stride; }
 };
 
-// One block of a plan and the planes V (or their gradients G) it owns:
-// plane p, row i, residue r, channel c lies at p * plane_stride + i * row_stride + r * channels + c.
+// A (points, span) matrix along one axis, whose rows 1, 2 | 3, 4 | ... are mirror images of each other, as the points
+// p:q and q:p are; row 0 is its own. Stored by symmetry: even (1 + pairs, ceil(span / 2)) acts on sums of elements at
+// equal distance from both ends, odd (pairs, floor(span / 2)) on their differences. Identity: both null.
+template <typename T>
+struct Factor {
+  int64_t points, span;
+  const T* even;
+  const T* odd;
+  bool is_identity() const { return even == nullptr; }
+};
+
+// One block with its matrices and maps, see PlanBlock.
 template <typename T>
 struct BlockView {
-  const T* evaluation;     // (planes, taps)
-  const T* evaluation_t;   // (taps, planes)
-  const int64_t* sources;  // (residues, taps), -1 where a short phase has no tap
-  int64_t planes;
-  int64_t taps;
-  int64_t residues;
-  T* data;
-  int64_t plane_stride;
-  int64_t row_stride;
-};
-
-// A rectangle of the weight: rows [row_begin, row_end), channels [channel_begin, channel_end).
-struct Window {
-  int64_t row_begin, row_end;
-  int64_t channel_begin, channel_end;
-  int64_t rows() const { return row_end - row_begin; }
-  int64_t channels() const { return channel_end - channel_begin; }
-  int64_t strips() const { return (channels() + kStrip - 1) / kStrip; }
-};
-
-// Matrices of the mix stage; see Plan.symmetric, Plan.antisymmetric and Plan.adjoint.
-// Diagonal plans (outputs are the lags) carry none of them.
-template <typename T>
-struct MixView {
-  const T* symmetric;        // (lags, outputs)
-  const T* antisymmetric;    // (lags - 1, outputs): lag 0 has no antisymmetric part
-  const T* symmetric_t;      // adjoint, (outputs, lags)
-  const T* antisymmetric_t;  // adjoint, (outputs, lags - 1)
-  int64_t lags;
-  int64_t outputs;
-  bool diagonal() const { return symmetric == nullptr; }
+  const PlanBlock* block;
+  std::vector<Factor<T>> evaluation, mix;
+  const int64_t *plane_of, *copy_of, *output_of, *lag_of, *sources;
 };
 
 // Tap pairs of a small plan, sorted by lag; lag 0 comes first.
@@ -68,14 +56,17 @@ struct TapPairs {
   int64_t lags;
 };
 
+inline int64_t strips(const Window& window) { return (window.channels() + kStrip - 1) / kStrip; }
+
 // Stages that touch the weight. Ranges of work items let the caller split them over threads.
 template <typename S, typename T>
 struct WeightStages {
   // V = E K on items [begin, end) of rows x strips.
-  void (*evaluate)(const WeightView<const S>&, const BlockView<T>*, int64_t blocks, const Window&, int64_t begin,
-                   int64_t end);
+  void (*evaluate)(const WeightView<const S>&, const std::vector<BlockView<T>>&, const std::vector<Planes<T>>&,
+                   const Window&, int64_t begin, int64_t end);
   // dK = E^T G on items [begin, end) of rows x strips.
-  void (*gather)(const WeightView<S>&, const BlockView<T>*, int64_t blocks, const Window&, int64_t begin, int64_t end);
+  void (*gather)(const WeightView<S>&, const std::vector<BlockView<T>>&, const std::vector<Planes<T>>&, const Window&,
+                 int64_t begin, int64_t end);
   // The whole pass for kLanes groups at once: returns the loss of lane block `item`; writes dK if grad.data is set.
   double (*small)(const WeightView<const S>&, const WeightView<S>& grad, const TapPairs&, int64_t groups, int64_t rows,
                   int64_t channels, int64_t item);
@@ -83,18 +74,13 @@ struct WeightStages {
 
 template <typename T>
 struct MixStage {
-  // R = mix(X) - I and, in place over X (outputs, groups, side, side), Y. Returns the loss of the tile pair.
-  double (*tile_pair)(T* x, const MixView<T>&, int64_t groups, int64_t side, int64_t group, int64_t tile_i,
-                      int64_t tile_j, bool with_grad, T* scratch);
-  // The same where outputs are lags: row `row` of output `output`.
+  // R = mix(X) - I and, in place of X, Y = 4 mix^T(R), on tiles [begin, end) of one group's upper triangle of tiles and
+  // their mirror images; writes one loss per tile.
+  void (*tiles)(const Outputs<T>&, const std::vector<BlockView<T>>&, int64_t all_lags, int64_t group, bool with_grad,
+                int64_t begin, int64_t end, double* losses);
+  // The same where outputs are lags: row `row` of output `output`. Returns its loss.
   double (*diagonal_row)(T* x, int64_t side, int64_t output, int64_t row, bool with_grad);
 };
-
-// Scratch elements that tile_pair needs.
-template <typename T>
-constexpr int64_t mix_scratch(const MixView<T>& mix) {
-  return (2 * mix.outputs + 2 * mix.lags) * kTile * kTile;
-}
 
 template <typename S, typename T>
 const WeightStages<S, T>& weight_stages();

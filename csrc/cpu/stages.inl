@@ -9,67 +9,188 @@ struct Vector {
   static constexpr int64_t count = kLanes / width;  // vectors per lane block
 };
 
-// out[r][lane] = sum_c matrix[r][c] * in[c][lane]: the one arithmetic of evaluate, mix and gather.
-template <typename T, int kRows>
-inline void combine_rows(const T* matrix, int64_t columns, const T* const* in, T* const* out) {
+template <typename T>
+inline typename Vector<T>::type load(const T* from) {
+  return *reinterpret_cast<const typename Vector<T>::type*>(from);
+}
+template <typename T>
+inline void store(const typename Vector<T>::type& value, T* to) {
+  *reinterpret_cast<typename Vector<T>::type*>(to) = value;
+}
+
+// The one arithmetic of evaluate, mix and gather: a factor along its axis, on rows of `lanes` numbers. Two vectors at
+// once share the loads of the matrix.
+//
+// out[point] = sum over span of matrix[point][span] in[span]
+template <typename T, int64_t kPoints, int64_t kSpan>
+void to_points(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
   using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width, count = Vector<T>::count;
-  // Enough independent accumulators to hide the latency of a multiply-add, few enough to stay in registers.
-  constexpr int64_t step = std::min(count, kRows > 3 ? int64_t{2} : int64_t{4});
-  for (int64_t first = 0; first < count; first += step) {
-    V sum[kRows][step] = {};
-    for (int64_t c = 0; c < columns; ++c) {
-      const V* x = reinterpret_cast<const V*>(in[c] + first * width);
-      for (int64_t r = 0; r < kRows; ++r) {
-        const T factor = matrix[r * columns + c];
-        for (int64_t v = 0; v < step; ++v) sum[r][v] += x[v] * factor;
+  constexpr int64_t width = Vector<T>::width, pairs = kPoints / 2, evens = (kSpan + 1) / 2, odds = kSpan / 2;
+  for (int64_t at = 0; at < lanes; at += 2 * width) {
+    V sum[evens][2], difference[odds][2];
+    for (int64_t q = 0; q < odds; ++q) {
+      for (int64_t v = 0; v < 2; ++v) {
+        const V first = load(in[q] + at + v * width), last = load(in[kSpan - 1 - q] + at + v * width);
+        sum[q][v] = first + last;
+        difference[q][v] = first - last;
       }
     }
-    for (int64_t r = 0; r < kRows; ++r) {
-      V* y = reinterpret_cast<V*>(out[r] + first * width);
-      for (int64_t v = 0; v < step; ++v) y[v] = sum[r][v];
+    if constexpr (evens > odds) {
+      for (int64_t v = 0; v < 2; ++v) sum[odds][v] = load(in[odds] + at + v * width);
+    }
+    for (int64_t p = 0; p <= pairs; ++p) {
+      V even[2], odd[2];
+      for (int64_t v = 0; v < 2; ++v) even[v] = sum[0][v] * factor.even[p * evens];
+      for (int64_t q = 1; q < evens; ++q) {
+        for (int64_t v = 0; v < 2; ++v) even[v] += sum[q][v] * factor.even[p * evens + q];
+      }
+      if (p == 0) {
+        for (int64_t v = 0; v < 2; ++v) store(even[v], out[0] + at + v * width);
+        continue;
+      }
+      const T* row = factor.odd + (p - 1) * odds;
+      for (int64_t v = 0; v < 2; ++v) odd[v] = difference[0][v] * row[0];
+      for (int64_t q = 1; q < odds; ++q) {
+        for (int64_t v = 0; v < 2; ++v) odd[v] += difference[q][v] * row[q];
+      }
+      for (int64_t v = 0; v < 2; ++v) {
+        store(even[v] + odd[v], out[2 * p - 1] + at + v * width);
+        store(even[v] - odd[v], out[2 * p] + at + v * width);
+      }
     }
   }
 }
 
-template <typename T>
-inline void combine(const T* matrix, int64_t rows, int64_t columns, const T* const* in, T* const* out) {
-  // Even pieces of at most six rows: a last piece of one row would take as long as a whole one.
-  for (int64_t pieces = (rows + 5) / 6; pieces > 0; --pieces) {
-    const int64_t some = (rows + pieces - 1) / pieces;
-    switch (some) {
-      case 6:
-        combine_rows<T, 6>(matrix, columns, in, out);
-        break;
-      case 5:
-        combine_rows<T, 5>(matrix, columns, in, out);
-        break;
-      case 4:
-        combine_rows<T, 4>(matrix, columns, in, out);
-        break;
-      case 3:
-        combine_rows<T, 3>(matrix, columns, in, out);
-        break;
-      case 2:
-        combine_rows<T, 2>(matrix, columns, in, out);
-        break;
-      default:
-        combine_rows<T, 1>(matrix, columns, in, out);
+// The transpose: out[span] = sum over points of matrix[point][span] in[point]
+template <typename T, int64_t kPoints, int64_t kSpan>
+void from_points(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t width = Vector<T>::width, pairs = kPoints / 2, evens = (kSpan + 1) / 2, odds = kSpan / 2;
+  for (int64_t at = 0; at < lanes; at += 2 * width) {
+    V own[2], sum[pairs][2], difference[pairs][2];
+    for (int64_t v = 0; v < 2; ++v) own[v] = load(in[0] + at + v * width);
+    for (int64_t p = 0; p < pairs; ++p) {
+      for (int64_t v = 0; v < 2; ++v) {
+        const V first = load(in[2 * p + 1] + at + v * width), second = load(in[2 * p + 2] + at + v * width);
+        sum[p][v] = first + second;
+        difference[p][v] = first - second;
+      }
     }
-    rows -= some;
-    matrix += some * columns;
-    out += some;
+    for (int64_t q = 0; q < evens; ++q) {
+      V even[2], odd[2];
+      for (int64_t v = 0; v < 2; ++v) even[v] = own[v] * factor.even[q];
+      for (int64_t p = 0; p < pairs; ++p) {
+        for (int64_t v = 0; v < 2; ++v) even[v] += sum[p][v] * factor.even[(p + 1) * evens + q];
+      }
+      if (q == odds) {  // the middle
+        for (int64_t v = 0; v < 2; ++v) store(even[v], out[q] + at + v * width);
+        continue;
+      }
+      for (int64_t v = 0; v < 2; ++v) odd[v] = difference[0][v] * factor.odd[q];
+      for (int64_t p = 1; p < pairs; ++p) {
+        for (int64_t v = 0; v < 2; ++v) odd[v] += difference[p][v] * factor.odd[p * odds + q];
+      }
+      for (int64_t v = 0; v < 2; ++v) {
+        store(even[v] + odd[v], out[q] + at + v * width);
+        store(even[v] - odd[v], out[kSpan - 1 - q] + at + v * width);
+      }
+    }
   }
 }
 
-template <typename T>
-inline void combine_strip(const T* matrix, int64_t rows, int64_t columns, const T** in, T** out, int64_t lanes) {
-  for (int64_t done = 0; done < lanes; done += kLanes) {
-    combine(matrix, rows, columns, in, out);
-    for (int64_t c = 0; c < columns; ++c) in[c] += kLanes;
-    for (int64_t r = 0; r < rows; ++r) out[r] += kLanes;
+template <bool kToPoints, typename T, int64_t kPoints, int64_t kSpan>
+inline void transform_fixed(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
+  if constexpr (kToPoints) {
+    to_points<T, kPoints, kSpan>(factor, in, out, lanes);
+  } else {
+    from_points<T, kPoints, kSpan>(factor, in, out, lanes);
   }
 }
+
+// Classes of n taps have 2n - 1 points and 2n - 1 lags.
+template <bool kToPoints, typename T, int64_t kTaps = 2>
+inline void transform(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
+  constexpr int64_t points = 2 * kTaps - 1;
+  if (factor.points > points) {
+    if constexpr (kTaps < 5) transform<kToPoints, T, kTaps + 1>(factor, in, out, lanes);
+  } else if (factor.span == points) {
+    transform_fixed<kToPoints, T, points, points>(factor, in, out, lanes);
+  } else {
+    transform_fixed<kToPoints, T, points, kTaps>(factor, in, out, lanes);
+  }
+}
+
+// Memory of this thread that stages use for what fits a cache; grows on demand, contents are undefined.
+template <typename T>
+inline T* scratch(int64_t elements) {
+  thread_local std::vector<T> memory;
+  if (static_cast<int64_t>(memory.size()) < elements) memory.resize(elements);
+  return memory.data();
+}
+
+// Pointers to `count` rows, `stride` apart.
+template <typename T>
+inline std::vector<T*> rows_at(T* first, int64_t count, int64_t stride) {
+  std::vector<T*> rows(count);
+  for (int64_t r = 0; r < count; ++r) rows[r] = first + r * stride;
+  return rows;
+}
+
+// Applies one factor per axis to a grid of rows; between axes the grid lies in two buffers of its own.
+template <typename T>
+class Grid {
+ public:
+  // Rows of the largest grid on the way, as spans on all axes, points on all axes, or in between.
+  static int64_t rows(const std::vector<Factor<T>>& factors) {
+    int64_t total = 1;
+    for (const Factor<T>& factor : factors) total *= std::max(factor.points, factor.span);
+    return total;
+  }
+  static int64_t elements(int64_t rows) { return 2 * rows * kStrip; }
+
+  Grid(T* memory, int64_t rows)
+      : buffers_{rows_at(memory, rows, kStrip), rows_at(memory + rows * kStrip, rows, kStrip)} {}
+
+  template <bool kToPoints>
+  void transform_all(const std::vector<Factor<T>>& factors, const T* const* in, T* const* out, int64_t lanes) {
+    const int64_t rank = static_cast<int64_t>(factors.size());
+    const auto before = [&](int64_t axis) { return kToPoints ? factors[axis].span : factors[axis].points; };
+    const auto after = [&](int64_t axis) { return kToPoints ? factors[axis].points : factors[axis].span; };
+    int64_t outer = 1, inner = 1, last = -1;
+    for (int64_t axis = 0; axis < rank; ++axis) {
+      inner *= before(axis);
+      if (!factors[axis].is_identity()) last = axis;
+    }
+    if (last < 0) {
+      for (int64_t r = 0; r < inner; ++r) std::copy_n(in[r], lanes, out[r]);
+      return;
+    }
+    int64_t buffer = 0;
+    for (int64_t axis = 0; axis <= last; ++axis) {
+      const int64_t from = before(axis), to = after(axis);
+      inner /= from;
+      if (!factors[axis].is_identity()) {
+        T* const* target = axis == last ? out : buffers_[buffer].data();
+        for (int64_t o = 0; o < outer; ++o) {
+          for (int64_t i = 0; i < inner; ++i) {
+            const T* sources[kMostRows];
+            T* results[kMostRows];
+            for (int64_t r = 0; r < from; ++r) sources[r] = in[(o * from + r) * inner + i];
+            for (int64_t r = 0; r < to; ++r) results[r] = target[(o * to + r) * inner + i];
+            transform<kToPoints>(factors[axis], sources, results, lanes);
+          }
+        }
+        in = target;
+        buffer ^= 1;
+      }
+      outer *= to;
+    }
+  }
+
+ private:
+  static constexpr int64_t kMostRows = 9;  // points of the longest class
+  std::vector<T*> buffers_[2];
+};
 
 // Lanes of a and b for one butterfly of a transposition: those without and those with the bit kStep.
 template <int64_t kStep, typename V, size_t... l>
@@ -167,51 +288,58 @@ inline void store_taps(const T* buffer, int64_t lanes, const WeightView<S>& weig
 // Buffers of evaluate and gather for one strip: taps on one end of the evaluation matrix, planes on the other.
 template <typename T>
 struct Strip {
-  std::vector<T> taps, planes;
+  int64_t weight_taps;
+  T* taps;  // one row more than there are: it is zero for evaluate and takes what belongs to no tap from gather
+  T* planes;
+  Grid<T> grid;
   std::vector<const T*> in;
   std::vector<T*> out;
-  Strip(const BlockView<T>* blocks, int64_t block_count, int64_t weight_taps) {
-    int64_t most_planes = 0, most_taps = 0;
-    for (int64_t b = 0; b < block_count; ++b) {
-      most_planes = std::max(most_planes, blocks[b].planes);
-      most_taps = std::max(most_taps, blocks[b].taps);
+
+  static Strip make(const std::vector<BlockView<T>>& blocks, int64_t weight_taps) {
+    int64_t rows = 1, planes = 1;
+    for (const BlockView<T>& view : blocks) {
+      rows = std::max(rows, Grid<T>::rows(view.evaluation));
+      planes = std::max(planes, view.block->grid_planes);
     }
-    // One row more than there are taps: it stays zero for evaluate and takes what belongs to no tap from gather.
-    taps.assign((weight_taps + 1) * kStrip, T(0));
-    planes.assign(most_planes * kStrip, T(0));
-    in.resize(std::max(most_planes, most_taps));
-    out.resize(std::max(most_planes, most_taps));
+    T* memory = scratch<T>((weight_taps + 1 + planes) * kStrip + Grid<T>::elements(rows));
+    T* after_taps = memory + (weight_taps + 1) * kStrip;
+    Strip strip{weight_taps, memory, after_taps, Grid<T>(after_taps + planes * kStrip, rows), {}, {}};
+    strip.in.resize(rows);
+    strip.out.resize(rows);
+    return strip;
   }
-  T* tap_row(const BlockView<T>& block, int64_t residue, int64_t m, int64_t weight_taps) {
-    const int64_t u = block.sources[residue * block.taps + m];
-    return taps.data() + (u < 0 ? weight_taps : u) * kStrip;
-  }
-  T* plane_row(int64_t p) { return planes.data() + p * kStrip; }
+  T* tap_row(int64_t source) { return taps + (source < 0 ? weight_taps : source) * kStrip; }
+  T* plane_row(int64_t plane) { return planes + plane * kStrip; }
 };
 
 template <typename S, typename T>
-void evaluate(const WeightView<const S>& weight, const BlockView<T>* blocks, int64_t block_count, const Window& window,
-              int64_t begin, int64_t end) {
-  const int64_t strips = window.strips(), channels = window.channels();
-  Strip<T> strip(blocks, block_count, weight.taps);
+void evaluate(const WeightView<const S>& weight, const std::vector<BlockView<T>>& blocks,
+              const std::vector<Planes<T>>& planes, const Window& window, int64_t begin, int64_t end) {
+  const int64_t channels = window.channels(), across = strips(window);
+  Strip<T> strip = Strip<T>::make(blocks, weight.taps);
+  std::fill_n(strip.tap_row(-1), kStrip, T(0));
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t i = item / strips, c = item % strips * kStrip;
+    const int64_t i = item / across, c = item % across * kStrip;
     const int64_t lanes = std::min(kStrip, channels - c);
-    const S* source =
-        weight.data + (window.row_begin + i) * weight.row_stride + (window.channel_begin + c) * weight.channel_stride;
-    load_taps(weight, source, lanes, strip.taps.data());
-    for (int64_t b = 0; b < block_count; ++b) {
-      const BlockView<T>& block = blocks[b];
+    const int64_t padded = (lanes + kLanes - 1) / kLanes * kLanes;
+    const S* source = weight.row(window.row_begin + i) + (window.channel_begin + c) * weight.channel_stride;
+    load_taps(weight, source, lanes, strip.taps);
+    for (size_t b = 0; b < blocks.size(); ++b) {
+      const BlockView<T>& view = blocks[b];
+      const PlanBlock& block = *view.block;
       for (int64_t r = 0; r < block.residues; ++r) {
-        for (int64_t m = 0; m < block.taps; ++m) strip.in[m] = strip.tap_row(block, r, m, weight.taps);
-        T* target = block.data + i * block.row_stride + r * channels + c;
-        const bool whole = lanes % kLanes == 0;
-        for (int64_t p = 0; p < block.planes; ++p) {
-          strip.out[p] = whole ? target + p * block.plane_stride : strip.plane_row(p);
+        for (int64_t m = 0; m < block.taps; ++m) strip.in[m] = strip.tap_row(view.sources[r * block.taps + m]);
+        T* target = planes[b].data + i * planes[b].row_stride + r * channels + c;
+        const bool whole = lanes == padded;
+        for (int64_t g = 0; g < block.grid_planes; ++g) {
+          strip.out[g] = whole ? target + view.plane_of[g] * planes[b].plane_stride : strip.plane_row(g);
         }
-        combine_strip(block.evaluation, block.planes, block.taps, strip.in.data(), strip.out.data(), lanes);
-        for (int64_t p = 0; !whole && p < block.planes; ++p) {
-          std::copy_n(strip.plane_row(p), lanes, target + p * block.plane_stride);
+        strip.grid.template transform_all<true>(view.evaluation, strip.in.data(), strip.out.data(), padded);
+        for (int64_t g = 0; g < block.grid_planes; ++g) {
+          if (!whole) std::copy_n(strip.out[g], lanes, target + view.plane_of[g] * planes[b].plane_stride);
+          if (view.copy_of[g] >= 0) {
+            std::copy_n(strip.out[g], lanes, target + view.copy_of[g] * planes[b].plane_stride);
+          }
         }
       }
     }
@@ -219,32 +347,40 @@ void evaluate(const WeightView<const S>& weight, const BlockView<T>* blocks, int
 }
 
 template <typename S, typename T>
-void gather(const WeightView<S>& grad, const BlockView<T>* blocks, int64_t block_count, const Window& window,
-            int64_t begin, int64_t end) {
-  const int64_t strips = window.strips(), channels = window.channels();
-  Strip<T> strip(blocks, block_count, grad.taps);
+void gather(const WeightView<S>& grad, const std::vector<BlockView<T>>& blocks, const std::vector<Planes<T>>& planes,
+            const Window& window, int64_t begin, int64_t end) {
+  const int64_t channels = window.channels(), across = strips(window);
+  Strip<T> strip = Strip<T>::make(blocks, grad.taps);
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t i = item / strips, c = item % strips * kStrip;
+    const int64_t i = item / across, c = item % across * kStrip;
     const int64_t lanes = std::min(kStrip, channels - c);
-    for (int64_t b = 0; b < block_count; ++b) {
-      const BlockView<T>& block = blocks[b];
+    const int64_t padded = (lanes + kLanes - 1) / kLanes * kLanes;
+    for (size_t b = 0; b < blocks.size(); ++b) {
+      const BlockView<T>& view = blocks[b];
+      const PlanBlock& block = *view.block;
       for (int64_t r = 0; r < block.residues; ++r) {
-        const T* source = block.data + i * block.row_stride + r * channels + c;
+        const T* source = planes[b].data + i * planes[b].row_stride + r * channels + c;
         // Copied, because planes lie powers of two apart and would evict each other while they are read again.
-        for (int64_t p = 0; p < block.planes; ++p) {
-          std::copy_n(source + p * block.plane_stride, lanes, strip.plane_row(p));
-          strip.in[p] = strip.plane_row(p);
+        for (int64_t g = 0; g < block.grid_planes; ++g) {
+          T* row = strip.plane_row(g);
+          std::copy_n(source + view.plane_of[g] * planes[b].plane_stride, lanes, row);
+          strip.in[g] = row;
+          if (view.copy_of[g] < 0) continue;
+          const T* copy = source + view.copy_of[g] * planes[b].plane_stride;
+          for (int64_t l = 0; l < lanes; ++l) row[l] += copy[l];
         }
-        for (int64_t m = 0; m < block.taps; ++m) strip.out[m] = strip.tap_row(block, r, m, grad.taps);
-        combine_strip(block.evaluation_t, block.taps, block.planes, strip.in.data(), strip.out.data(), lanes);
+        for (int64_t m = 0; m < block.taps; ++m) strip.out[m] = strip.tap_row(view.sources[r * block.taps + m]);
+        strip.grid.template transform_all<false>(view.evaluation, strip.in.data(), strip.out.data(), padded);
       }
     }
-    S* target = grad.data + (window.row_begin + i) * grad.row_stride + (window.channel_begin + c) * grad.channel_stride;
-    store_taps(strip.taps.data(), lanes, grad, target);
+    S* target = grad.row(window.row_begin + i) + (window.channel_begin + c) * grad.channel_stride;
+    store_taps(strip.taps, lanes, grad, target);
   }
 }
 
-// A square of a matrix with row stride `stride`; what lies outside is read as zero and not written.
+constexpr int64_t kTileArea = kTile * kTile;
+
+// A square of a matrix with row stride `stride`; what lies outside of the matrix is read as zero and not written.
 template <typename T>
 struct Tile {
   T* data;
@@ -254,124 +390,148 @@ struct Tile {
 
 template <typename T>
 inline void copy_tile(const Tile<T>& from, const Tile<T>& to) {
-  for (int64_t i = 0; i < from.rows; ++i)
+  for (int64_t i = 0; i < from.rows; ++i) {
     std::copy_n(from.data + i * from.stride, from.columns, to.data + i * to.stride);
+  }
 }
 
-// sum = X + Y^T and difference = X - Y^T of a tile X and its mirror image Y.
+// Of whole tiles.
 template <typename T>
-void split_tile(const Tile<T>& x, const Tile<T>& y, T* sum, T* difference) {
-  using V = typename Vector<T>::type;
+inline void transpose_tile(const Tile<T>& from, const Tile<T>& to) {
   constexpr int64_t width = Vector<T>::width;
-  if (!x.whole() || !y.whole()) {
-    T here[kTile * kTile] = {}, there[kTile * kTile] = {};
-    const Tile<T> padded_x{here, kTile, kTile, kTile}, padded_y{there, kTile, kTile, kTile};
-    copy_tile(x, padded_x);
-    copy_tile(y, padded_y);
-    return split_tile(padded_x, padded_y, sum, difference);
-  }
   for (int64_t i = 0; i < kTile; i += width) {
     for (int64_t j = 0; j < kTile; j += width) {
-      V mirror[width];
-      for (int64_t r = 0; r < width; ++r) mirror[r] = *reinterpret_cast<const V*>(y.data + (j + r) * y.stride + i);
-      transpose<T>(mirror);
-      for (int64_t r = 0; r < width; ++r) {
-        const V here = *reinterpret_cast<const V*>(x.data + (i + r) * x.stride + j);
-        *reinterpret_cast<V*>(sum + (i + r) * kTile + j) = here + mirror[r];
-        *reinterpret_cast<V*>(difference + (i + r) * kTile + j) = here - mirror[r];
-      }
-    }
-  }
-}
-
-// The way back: X = sum + difference and, unless it is the same tile, Y^T = sum - difference.
-template <typename T>
-void join_tile(const T* sum, const T* difference, const Tile<T>& x, const Tile<T>& y) {
-  using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width;
-  if (!x.whole() || !y.whole()) {
-    T here[kTile * kTile], there[kTile * kTile];
-    join_tile(sum, difference, Tile<T>{here, kTile, kTile, kTile}, Tile<T>{there, kTile, kTile, kTile});
-    copy_tile(Tile<T>{here, kTile, x.rows, x.columns}, x);
-    if (y.data != x.data) copy_tile(Tile<T>{there, kTile, y.rows, y.columns}, y);
-    return;
-  }
-  for (int64_t i = 0; i < kTile; i += width) {
-    for (int64_t j = 0; j < kTile; j += width) {
-      V mirror[width];
-      for (int64_t r = 0; r < width; ++r) {
-        const V s = *reinterpret_cast<const V*>(sum + (i + r) * kTile + j);
-        const V d = *reinterpret_cast<const V*>(difference + (i + r) * kTile + j);
-        *reinterpret_cast<V*>(x.data + (i + r) * x.stride + j) = s + d;
-        mirror[r] = s - d;
-      }
-      if (y.data == x.data) continue;
-      transpose<T>(mirror);
-      for (int64_t r = 0; r < width; ++r) *reinterpret_cast<V*>(y.data + (j + r) * y.stride + i) = mirror[r];
+      typename Vector<T>::type square[width];
+      for (int64_t r = 0; r < width; ++r) square[r] = load(from.data + (j + r) * from.stride + i);
+      transpose<T>(square);
+      for (int64_t r = 0; r < width; ++r) store(square[r], to.data + (i + r) * to.stride + j);
     }
   }
 }
 
 template <typename T>
-double tile_pair(T* x, const MixView<T>& mix, int64_t groups, int64_t side, int64_t group, int64_t tile_i,
-                 int64_t tile_j, bool with_grad, T* scratch) {
-  constexpr int64_t area = kTile * kTile;
-  const int64_t row = tile_i * kTile, column = tile_j * kTile;
-  const int64_t rows = std::min(kTile, side - row), columns = std::min(kTile, side - column);
-  const bool on_diagonal = tile_i == tile_j;
-  T* sum = scratch;                                // x + y, then the symmetric part of Y; (outputs, area)
-  T* difference = sum + mix.outputs * area;        // x - y, then the antisymmetric part of Y
-  T* symmetric = difference + mix.outputs * area;  // of the residual; (lags, area)
-  T* antisymmetric = symmetric + mix.lags * area;
-  const auto tile = [&](int64_t o) {
-    return Tile<T>{x + (o * groups + group) * side * side + row * side + column, side, rows, columns};
-  };
-  const auto mirror_tile = [&](int64_t o) {
-    return Tile<T>{x + (o * groups + group) * side * side + column * side + row, side, columns, rows};
-  };
-
-  for (int64_t o = 0; o < mix.outputs; ++o) split_tile(tile(o), mirror_tile(o), sum + o * area, difference + o * area);
-
-  // Lane pointers of one tile row; advanced row by row.
-  const int64_t most = std::max(mix.outputs, mix.lags);
-  std::vector<const T*> in(most);
-  std::vector<T*> out(most);
-  const auto apply_matrix = [&](const T* matrix, const T* source, int64_t inputs, T* target, int64_t results) {
-    for (int64_t i = 0; i < rows; ++i) {
-      for (int64_t c = 0; c < inputs; ++c) in[c] = source + c * area + i * kTile;
-      for (int64_t r = 0; r < results; ++r) out[r] = target + r * area + i * kTile;
-      combine(matrix, results, inputs, in.data(), out.data());
-    }
-  };
-  apply_matrix(mix.symmetric, sum, mix.outputs, symmetric, mix.lags);
-  apply_matrix(mix.antisymmetric, difference, mix.outputs, antisymmetric, mix.lags - 1);
-
-  if (on_diagonal) {
-    for (int64_t i = 0; i < rows; ++i) symmetric[i * kTile + i] -= T(1);
+void load_tile(const Tile<T>& from, bool transposed, T* to) {
+  const Tile<T> target{to, kTile, kTile, kTile};
+  T padded[kTileArea];
+  Tile<T> source = from;
+  if (!from.whole()) {
+    std::fill_n(padded, kTileArea, T(0));
+    source = {padded, kTile, kTile, kTile};
+    copy_tile(from, source);
   }
-  // One entry stands for (i, j) and (j, i): weight 2 for lag 0 and 4 for a lag and its negative. A tile on the diagonal
-  // holds both already.
+  transposed ? transpose_tile(source, target) : copy_tile(source, target);
+}
+
+template <typename T>
+void store_tile(T* from, bool transposed, const Tile<T>& to) {
+  Tile<T> source{from, kTile, kTile, kTile};
+  T turned[kTileArea];
+  if (transposed && to.whole()) return transpose_tile(source, to);
+  if (transposed) {
+    transpose_tile(source, Tile<T>{turned, kTile, kTile, kTile});
+    source.data = turned;
+  }
+  source.rows = to.rows;
+  source.columns = to.columns;
+  copy_tile(source, to);
+}
+
+// Sum of squares of the residual of one tile; with_grad: scales it by 4 on the way, as the adjoint wants it.
+template <typename T>
+double square_residual(T* residual, int64_t all_lags, bool with_grad) {
   double loss = 0;
-  for (int64_t t = 0; t < mix.lags; ++t) {
-    T squares[kTile] = {};
-    for (int64_t i = 0; i < rows; ++i) {
-      const T* s = symmetric + t * area + i * kTile;
-      for (int64_t j = 0; j < kTile; ++j) squares[j] += s[j] * s[j];
-      if (t == 0) continue;
-      const T* a = antisymmetric + (t - 1) * area + i * kTile;
-      for (int64_t j = 0; j < kTile; ++j) squares[j] += a[j] * a[j];
+  for (int64_t t = 0; t < all_lags; ++t) {
+    T* row = residual + t * kTileArea;
+    T squares[kLanes] = {};
+    for (int64_t e = 0; e < kTileArea; e += kLanes) {
+      for (int64_t l = 0; l < kLanes; ++l) squares[l] += row[e + l] * row[e + l];
     }
-    double total = 0;
-    for (int64_t j = 0; j < kTile; ++j) total += squares[j];
-    loss += (t == 0 ? 2 : 4) * total;
+    for (int64_t l = 0; l < kLanes; ++l) loss += squares[l];
+    for (int64_t e = 0; with_grad && e < kTileArea; ++e) row[e] *= T(4);
   }
-  if (on_diagonal) loss /= 2;
-  if (!with_grad) return loss;
-
-  apply_matrix(mix.symmetric_t, symmetric, mix.lags, sum, mix.outputs);
-  apply_matrix(mix.antisymmetric_t, antisymmetric, mix.lags - 1, difference, mix.outputs);
-  for (int64_t o = 0; o < mix.outputs; ++o) join_tile(sum + o * area, difference + o * area, tile(o), mirror_tile(o));
   return loss;
+}
+
+template <typename T>
+void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int64_t all_lags, int64_t group,
+               bool with_grad, int64_t begin, int64_t end, double* losses) {
+  int64_t rows = 1, most_outputs = 1;
+  for (const BlockView<T>& view : blocks) {
+    rows = std::max(rows, Grid<T>::rows(view.mix));
+    most_outputs = std::max(most_outputs, view.block->grid_outputs);
+  }
+  // One row more than there are lags: lags that are dropped are zero, or written there.
+  T* const residual = scratch<T>((all_lags + 1 + most_outputs) * kTileArea + Grid<T>::elements(rows) + rows * kStrip);
+  T* const dropped = residual + all_lags * kTileArea;
+  T* const outputs = dropped + kTileArea;
+  T* const added = outputs + most_outputs * kTileArea;
+  Grid<T> grid(added + rows * kStrip, rows);
+  std::vector<const T*> in(rows);
+  std::vector<T*> out(rows);
+
+  const int64_t side = x.side, tiles = (side + kTile - 1) / kTile;
+  int64_t tile_i = 0, place = begin;  // row by row of the upper triangle
+  for (; place >= tiles - tile_i; ++tile_i) place -= tiles - tile_i;
+  int64_t tile_j = tile_i + place;
+  for (int64_t item = begin; item < end; ++item) {
+    const int64_t i = tile_i * kTile, j = tile_j * kTile;
+    const int64_t height = std::min(kTile, side - i), width = std::min(kTile, side - j);
+    const bool on_diagonal = tile_i == tile_j;
+    const auto matrix = [&](int64_t o) { return x.data + (o * x.groups + group) * side * side; };
+    const auto tile = [&](int64_t o) { return Tile<T>{matrix(o) + i * side + j, side, height, width}; };
+    const auto mirror = [&](int64_t o) { return Tile<T>{matrix(o) + j * side + i, side, width, height}; };
+    const auto lag_row = [&](int64_t lag) { return lag < 0 ? dropped : residual + lag * kTileArea; };
+
+    for (size_t b = 0; b < blocks.size(); ++b) {
+      const BlockView<T>& view = blocks[b];
+      const int64_t count = view.block->grid_outputs;
+      for (int64_t g = 0; g < count; ++g) {
+        const int64_t o = view.output_of[g] / 3;
+        const bool transposed = view.output_of[g] % 3 == 1;
+        load_tile(transposed ? mirror(o) : tile(o), transposed, outputs + g * kTileArea);
+      }
+      for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
+        for (int64_t g = 0; g < count; ++g) {
+          in[g] = outputs + g * kTileArea + piece;
+          // The first block has all lags, the others add to them.
+          out[g] = b == 0 ? lag_row(view.lag_of[g]) + piece : added + g * kStrip;
+        }
+        grid.template transform_all<false>(view.mix, in.data(), out.data(), kStrip);
+        for (int64_t g = 0; b > 0 && g < count; ++g) {
+          T* row = lag_row(view.lag_of[g]) + piece;
+          for (int64_t l = 0; l < kStrip; ++l) row[l] += out[g][l];
+        }
+      }
+    }
+
+    if (on_diagonal) {
+      for (int64_t d = 0; d < height; ++d) residual[all_lags / 2 * kTileArea + d * kTile + d] -= T(1);
+    }
+    // A tile stands for its mirror image too, where lag t is what lag -t is here.
+    losses[item] = (on_diagonal ? 1 : 2) * square_residual(residual, all_lags, with_grad);
+
+    std::fill_n(dropped, kTileArea, T(0));
+    for (size_t b = 0; with_grad && b < blocks.size(); ++b) {
+      const BlockView<T>& view = blocks[b];
+      const int64_t count = view.block->grid_outputs;
+      for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
+        for (int64_t g = 0; g < count; ++g) {
+          in[g] = lag_row(view.lag_of[g]) + piece;
+          out[g] = outputs + g * kTileArea + piece;
+        }
+        grid.template transform_all<true>(view.mix, in.data(), out.data(), kStrip);
+      }
+      for (int64_t g = 0; g < count; ++g) {
+        T* y = outputs + g * kTileArea;
+        const int64_t o = view.output_of[g] / 3, kind = view.output_of[g] % 3;
+        // Both planes of a joined product get its gradient.
+        for (int64_t e = 0; kind == 2 && view.block->joined() && e < kTileArea; ++e) y[e] *= T(0.5);
+        if (kind != 1) store_tile(y, false, tile(o));
+        if (kind != 0 && !on_diagonal) store_tile(y, true, mirror(o));
+      }
+    }
+    if (++tile_j == tiles) tile_j = ++tile_i;
+  }
 }
 
 template <typename T>
@@ -405,7 +565,7 @@ double small(const WeightView<const S>& weight, const WeightView<S>& grad, const
     for (int64_t l = 0; l < lanes; ++l) {
       for (int64_t i = 0; i < rows; ++i) {
         for (int64_t c = 0; c < channels; ++c) {
-          auto* element = view.data + ((first + l) * rows + i) * view.row_stride + c * view.channel_stride;
+          auto* element = view.row((first + l) * rows + i) + c * view.channel_stride;
           for (int64_t u = 0; u < taps; ++u) {
             visit(element[view.tap_offsets[u]], ((i * channels + c) * taps + u) * kLanes + l);
           }
@@ -458,4 +618,4 @@ double small(const WeightView<const S>& weight, const WeightView<S>& grad, const
 template <typename S, typename T>
 constexpr WeightStages<S, T> kWeightStages{evaluate<S, T>, gather<S, T>, small<S, T>};
 template <typename T>
-constexpr MixStage<T> kMixStage{tile_pair<T>, diagonal_row<T>};
+constexpr MixStage<T> kMixStage{mix_tiles<T>, diagonal_row<T>};

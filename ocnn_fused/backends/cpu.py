@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _extension
 from ..plan import CPU_RATES, Plan
-from .lowering import accumulation_dtype, lower, lower_small
+from .lowering import run_buckets
 
 RATES = CPU_RATES
 
@@ -21,14 +21,4 @@ def unavailable_reason(device: torch.device) -> str | None:
 
 
 def run(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
-    ops = torch.ops.ocnn_fused
-    losses, grads = [], []
-    for weight, plan in zip(weights, plans, strict=True):
-        if plan.small:
-            loss, grad = ops.execute_small.default(weight, *lower_small(plan), with_grad)
-        else:
-            lowered = lower(plan, accumulation_dtype(weight.dtype))
-            loss, grad = ops.execute_plan.default(weight, *lowered, with_grad)
-        losses.append(loss)
-        grads.append(grad)
-    return losses, grads if with_grad else []
+    return run_buckets(weights, plans, with_grad)

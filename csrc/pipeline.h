@@ -1,0 +1,324 @@
+// Executes a lowered plan on any device: evaluate | gram | mix | apply | gather. Matrix products go to ATen's BLAS; the
+// other stages, and memory, come from the device.
+#pragma once
+
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/record_function.h>
+
+#include <algorithm>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "checks.h"
+#include "lowered.h"
+
+namespace ocnn_fused {
+
+// A rectangle of the stacked weights: rows [row_begin, row_end), channels [channel_begin, channel_end).
+struct Window {
+  int64_t row_begin, row_end;
+  int64_t channel_begin, channel_end;
+  int64_t rows() const { return row_end - row_begin; }
+  int64_t channels() const { return channel_end - channel_begin; }
+};
+
+// Where the planes V of a block (or their gradients G) lie for the current window:
+// plane p, row i, residue r, channel c at p * plane_stride + i * row_stride + r * channels + c.
+template <typename T>
+struct Planes {
+  T* data;
+  int64_t plane_stride, row_stride;
+};
+
+// Outputs X (outputs, groups, side, side) of the groups now worked on, the first of which is `first_group` of all.
+template <typename T>
+struct Outputs {
+  T* data;
+  int64_t groups, side, first_group;
+};
+
+// Hands out cache-line aligned pieces of a workspace; with no memory it only measures.
+class Arena {
+ public:
+  explicit Arena(char* memory = nullptr) : memory_(memory) {}
+  template <typename T>
+  T* take(int64_t elements) {
+    char* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    used_ += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return reinterpret_cast<T*>(piece);
+  }
+  int64_t used() const { return used_; }
+
+ private:
+  char* memory_;
+  int64_t used_ = 0;
+};
+
+// One plan and the weights it is for, all of one shape, strides and type: they are stacked as if they were more groups.
+// S is the weights' type, T the type of everything computed. A Device has
+//   kPlaneBytes, kNarrowestChunk, kChunkMultiple                         how much is worked on at once
+//   at::Tensor workspace(int64_t bytes)                                  memory with undefined contents
+//   void zero(T*, int64_t elements)
+//   void evaluate(const std::vector<Planes<T>>&, const Window&)          V = E K, one entry per block
+//   void mix(const Outputs<T>&, bool with_grad)                          loss per group; Y in place of X
+//   void gather(const std::vector<Planes<T>>&, const Window&)            dK = E^T G
+template <typename S, typename T, typename Device>
+class Pipeline {
+ public:
+  Pipeline(Device& device, const LoweredPlan& plan, at::TensorList weights, at::TensorList grads)
+      : device_(device),
+        plan_(plan),
+        weights_(weights),
+        grads_(grads),
+        rows_(weights[0].size(0) / plan.groups),
+        channels_(weights[0].size(1)),
+        groups_(static_cast<int64_t>(weights.size()) * plan.groups),
+        side_(plan.column ? channels_ * plan.blocks[0].residues : rows_),
+        flat_(plan.flat && std::is_same_v<S, T> && weights[0].is_contiguous() &&
+              (grads.empty() || grads[0].is_contiguous())),
+        blocks_(plan.blocks.size()) {
+    int64_t products = 0;
+    for (const PlanRun& run : plan.runs) {
+      products += run.count;
+      sums_ = sums_ || run.summed;
+    }
+    accumulates_ = products > plan.outputs;
+    // Summed runs are one contraction over neighbouring planes: on the row side those must lie next to each other.
+    interleaved_ = sums_ && !plan.column;
+  }
+
+  // Groups are handled in spans; a span of one group may also be cut along the contraction axis.
+  void run() {
+    choose_chunks();
+    Arena measure;
+    lay_out(measure);
+    const at::Tensor memory = device_.workspace(measure.used());
+    Arena arena(static_cast<char*>(memory.data_ptr()));
+    lay_out(arena);
+    for (group_ = 0; group_ < groups_; group_ += span_now_) {
+      // The planes of a flat plan are the weight itself, so a span must not reach into the next one.
+      span_now_ = std::min(span_, flat_ ? plan_.groups - group_ % plan_.groups : groups_ - group_);
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        select(chunk);
+        evaluate();
+        gram(chunk > 0);
+      }
+      mix();
+      if (!with_grad()) continue;
+      for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
+        select(chunk);
+        if (chunks_ > 1) evaluate();
+        apply();
+        gather();
+      }
+    }
+  }
+
+ private:
+  struct Block {
+    Planes<T> planes{}, gradients{};
+  };
+
+  bool with_grad() const { return !grads_.empty(); }
+
+  void choose_chunks() {
+    constexpr int64_t size = sizeof(T);
+    int64_t plane_bytes = 0;
+    for (const PlanBlock& block : plan_.blocks) {
+      plane_bytes += size * (with_grad() ? 2 : 1) * block.planes * block.residues * rows_ * channels_;
+    }
+    const int64_t allowed = std::max(Device::kPlaneBytes, 2 * size * (2 * plan_.lags - 1) * rows_ * rows_);
+    span_ = std::clamp<int64_t>(allowed / (plane_bytes + size * plan_.outputs * side_ * side_), 1, groups_);
+    // Several planes of one group are one contraction only if no other group lies between them.
+    if (sums_ && plan_.column) span_ = 1;
+    const int64_t length = plan_.column ? rows_ : channels_;
+    chunk_ = length;
+    if (span_ == 1 && !flat_ && plane_bytes > allowed) {
+      const int64_t wanted = (plane_bytes + allowed - 1) / allowed;
+      chunk_ = std::max((length + wanted - 1) / wanted, std::min(length, Device::kNarrowestChunk));
+      chunk_ = (chunk_ + Device::kChunkMultiple - 1) / Device::kChunkMultiple * Device::kChunkMultiple;
+    }
+    chunks_ = (length + chunk_ - 1) / chunk_;
+  }
+
+  void lay_out(Arena& arena) {
+    outputs_ = arena.template take<T>(plan_.outputs * span_ * side_ * side_);
+    const int64_t area = plan_.column ? std::min(chunk_, rows_) * channels_ : rows_ * std::min(chunk_, channels_);
+    for (size_t b = 0; b < blocks_.size(); ++b) {
+      const int64_t elements = flat_ ? 0 : plan_.blocks[b].planes * plan_.blocks[b].residues * span_ * area;
+      blocks_[b].planes.data = arena.template take<T>(elements);
+      blocks_[b].gradients.data = arena.template take<T>(with_grad() ? elements : 0);
+    }
+  }
+
+  // The planes of a flat plan are the weight and its gradient themselves.
+  void point_at_weight() {
+    if constexpr (std::is_same_v<S, T>) {
+      const int64_t weight = group_ / plan_.groups, offset = group_ % plan_.groups * rows_ * weights_[0].stride(0);
+      blocks_[0].planes.data = const_cast<T*>(weights_[weight].template const_data_ptr<T>()) + offset;  // only read
+      if (with_grad()) blocks_[0].gradients.data = grads_[weight].template mutable_data_ptr<T>() + offset;
+    }
+  }
+
+  // Sets the window of this chunk and the strides of the planes for it.
+  void select(int64_t chunk) {
+    if (flat_) point_at_weight();
+    const int64_t begin = chunk * chunk_, row = group_ * rows_;
+    window_ = plan_.column ? Window{row + begin, row + std::min(begin + chunk_, rows_), 0, channels_}
+                           : Window{row, row + span_now_ * rows_, begin, std::min(begin + chunk_, channels_)};
+    if (plan_.column && chunks_ == 1) window_.row_end = row + span_now_ * rows_;
+    for (size_t b = 0; b < blocks_.size(); ++b) {
+      const int64_t width = plan_.blocks[b].residues * window_.channels();
+      for (Planes<T>* planes : {&blocks_[b].planes, &blocks_[b].gradients}) {
+        planes->plane_stride = interleaved_ ? width : window_.rows() * width;
+        planes->row_stride = interleaved_ ? plan_.blocks[b].planes * width : width;
+      }
+    }
+  }
+
+  std::vector<Planes<T>> of_all_blocks(Planes<T> Block::* which) const {
+    std::vector<Planes<T>> result;
+    result.reserve(blocks_.size());
+    for (const Block& block : blocks_) result.push_back(block.*which);
+    return result;
+  }
+
+  void evaluate() {
+    if (flat_) return;
+    RECORD_FUNCTION("ocnn_fused::evaluate", {});
+    device_.evaluate(of_all_blocks(&Block::planes), window_);
+  }
+
+  void mix() {
+    RECORD_FUNCTION("ocnn_fused::mix", {});
+    device_.mix(Outputs<T>{outputs_, span_now_, side_, group_}, with_grad());
+  }
+
+  void gather() {
+    if (flat_) return;
+    RECORD_FUNCTION("ocnn_fused::gather", {});
+    device_.gather(of_all_blocks(&Block::gradients), window_);
+  }
+
+  at::Tensor wrap(T* data, at::IntArrayRef sizes, at::IntArrayRef strides) const {
+    const auto options = weights_[0].options().dtype(c10::CppTypeToScalarType<T>::value);
+    return at::from_blob(data, sizes, strides, options);
+  }
+
+  // Planes [plane, plane + count) of a block as one batch of matrices, oriented (gram side, contraction).
+  at::Tensor matrices(int64_t block, const Planes<T>& planes, int64_t plane, int64_t count, bool summed) const {
+    T* first = planes.data + plane * planes.plane_stride;
+    const int64_t width = plan_.blocks[block].residues * window_.channels(), rows = window_.rows() / span_now_;
+    if (plan_.column) {
+      const int64_t batch = summed ? span_now_ : count * span_now_, length = summed ? count * rows : rows;
+      return wrap(first, {batch, width, length}, {length * width, 1, width});
+    }
+    if (interleaved_) {
+      return wrap(first, {span_now_, rows, count * width}, {rows * planes.row_stride, planes.row_stride, 1});
+    }
+    return wrap(first, {count * span_now_, rows, width}, {rows * width, width, 1});
+  }
+
+  at::Tensor outputs(int64_t out, int64_t count) const {
+    const int64_t area = side_ * side_;
+    return wrap(outputs_ + out * span_now_ * area, {count * span_now_, side_, side_}, {area, side_, 1});
+  }
+
+  static void multiply(at::Tensor out, const at::Tensor& left, const at::Tensor& right, bool add) {
+    if (add) {
+      out.baddbmm_(left, right);
+    } else {
+      at::bmm_out(out, left, right);
+    }
+  }
+
+  // Calls f for every run of products that can be issued at once.
+  template <typename F>
+  void each_run(const F& f) const {
+    for (const PlanRun& run : plan_.runs) {
+      if (interleaved_ && !run.summed) {
+        for (int64_t j = 0; j < run.count; ++j) {
+          f(PlanRun{run.block, run.left + j, run.right + j, run.out + j, 1, false});
+        }
+      } else {
+        f(run);
+      }
+    }
+  }
+
+  void gram(bool add) {
+    RECORD_FUNCTION("ocnn_fused::gram", {});
+    if (accumulates_ && !add) {
+      device_.zero(outputs_, plan_.outputs * span_now_ * side_ * side_);
+      add = true;
+    }
+    each_run([&](const PlanRun& run) {
+      const Planes<T>& planes = blocks_[run.block].planes;
+      multiply(outputs(run.out, run.summed ? 1 : run.count),
+               matrices(run.block, planes, run.left, run.count, run.summed),
+               matrices(run.block, planes, run.right, run.count, run.summed).transpose(1, 2), add);
+    });
+  }
+
+  // G = Y V, or the transpose of it where the planes lie transposed.
+  void multiply_planes(const at::Tensor& gradients, const at::Tensor& y, const at::Tensor& planes) const {
+    if (plan_.column) {
+      multiply(gradients.transpose(1, 2), planes.transpose(1, 2), y.transpose(1, 2), accumulates_);
+    } else {
+      multiply(gradients, y, planes, accumulates_);
+    }
+  }
+
+  void apply() {
+    RECORD_FUNCTION("ocnn_fused::apply", {});
+    for (size_t b = 0; accumulates_ && b < blocks_.size(); ++b) {
+      const PlanBlock& block = plan_.blocks[b];
+      device_.zero(blocks_[b].gradients.data, block.planes * block.residues * window_.rows() * window_.channels());
+    }
+    each_run([&](const PlanRun& run) {
+      const Block& block = blocks_[run.block];
+      const at::Tensor y = outputs(run.out, run.summed ? 1 : run.count);
+      const auto of = [&](const Planes<T>& planes, int64_t first) {
+        return matrices(run.block, planes, first, run.count, run.summed);
+      };
+      multiply_planes(of(block.gradients, run.left), y, of(block.planes, run.right));
+      if (run.left == run.right) return;  // the output is its own transpose
+      multiply_planes(of(block.gradients, run.right), y.transpose(1, 2), of(block.planes, run.left));
+    });
+  }
+
+  Device& device_;
+  const LoweredPlan& plan_;
+  const at::TensorList weights_, grads_;
+  const int64_t rows_, channels_, groups_;  // per group, per group, of all weights
+  const int64_t side_;
+  const bool flat_;
+  std::vector<Block> blocks_;
+  bool sums_ = false, accumulates_ = false, interleaved_ = false;
+  int64_t span_ = 1, chunk_ = 1, chunks_ = 1;
+  T* outputs_ = nullptr;
+  // Where the pass is now.
+  int64_t group_ = 0, span_now_ = 1;
+  Window window_{};
+};
+
+// What the ops check, and the gradients they return: uninitialised, or none.
+inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_t groups, bool with_grad) {
+  TORCH_CHECK_VALUE(!weights.empty(), "weights must not be empty");
+  std::vector<at::Tensor> grads;
+  for (const at::Tensor& weight : weights) {
+    check_weight(weight, groups);
+    TORCH_CHECK_VALUE(weight.sizes() == weights[0].sizes() && weight.strides() == weights[0].strides() &&
+                          weight.scalar_type() == weights[0].scalar_type(),
+                      "weights of one plan must have the same shape, strides and type");
+    if (with_grad) grads.push_back(at::empty_like(weight));
+  }
+  return grads;
+}
+
+}  // namespace ocnn_fused
