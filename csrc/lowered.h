@@ -22,25 +22,27 @@ struct PlanAxis {
   Position mix;
 };
 
-struct PlanBlock {
-  int64_t planes, taps, residues;
-  Position evaluation;  // constants (planes, taps): the whole matrix, the product of its axes
-  std::vector<PlanAxis> axes;
-  // Planes in the order of the axes' grid: where each lies, and where a copy of it lies (its own partner) or -1.
-  int64_t grid_planes;
-  Position plane_of, copy_of;
-  // Outputs in the order of the axes' grid: 3 * output + (0 as stored, 1 transposed, 2 if it is its own transpose), and
-  // the lag that mix puts there, counted over all lags, -1 if that is dropped.
-  int64_t grid_outputs;
-  Position output_of, lag_of;
-  Position sources;  // (residues, taps): flat tap index, -1 where a short phase has no tap
-  // Products of a plane with itself are in one batch with the others: the plane lies there twice.
-  bool joined() const { return planes > grid_planes; }
+// Planes of equal size that lie together, so that one batched product can serve several blocks.
+struct PlanPool {
+  int64_t planes, residues;
 };
 
-// `count` products (left + j, right + j) of planes; batched into outputs out + j, or summed into one.
+struct PlanBlock {
+  int64_t pool;
+  int64_t planes, taps, residues;
+  Position evaluation;  // constants (planes, taps), rows in the order of the axes' grid: the product of its axes
+  std::vector<PlanAxis> axes;
+  Position plane_of;  // (planes), in the order of the axes' grid: where each plane lies in the pool
+  // Outputs in the order of the axes' grid: 3 * output + (0 as stored, 1 transposed, 2 if it is its own transpose), and
+  // the lag that mix puts there, counted over all lags, -1 if that is dropped.
+  int64_t outputs;
+  Position output_of, lag_of;
+  Position sources;  // (residues, taps): flat tap index, -1 where a short phase has no tap
+};
+
+// `count` products (left + j, right + j) of a pool's planes; batched into outputs out + j, or summed into one.
 struct PlanRun {
-  int64_t block, left, right, out, count;
+  int64_t pool, left, right, out, count;
   bool summed;
 };
 
@@ -53,6 +55,7 @@ struct LoweredPlan {
   // Whole mix matrices, see Plan.symmetric, Plan.antisymmetric and Plan.adjoint: (lags, outputs), (lags - 1, outputs),
   // (outputs, lags), (outputs, lags - 1). All -1 where the outputs are the lags themselves.
   Position symmetric, antisymmetric, symmetric_t, antisymmetric_t;
+  std::vector<PlanPool> pools;
   std::vector<PlanBlock> blocks;
   std::vector<PlanRun> runs;
   bool diagonal() const { return symmetric < 0; }
@@ -83,8 +86,14 @@ inline LoweredPlan read_plan(const at::Tensor& layout) {
   plan.antisymmetric = take();
   plan.symmetric_t = take();
   plan.antisymmetric_t = take();
+  plan.pools.resize(take());
+  for (PlanPool& pool : plan.pools) {
+    pool.planes = take();
+    pool.residues = take();
+  }
   plan.blocks.resize(take());
   for (PlanBlock& block : plan.blocks) {
+    block.pool = take();
     block.planes = take();
     block.taps = take();
     block.residues = take();
@@ -97,17 +106,15 @@ inline LoweredPlan read_plan(const at::Tensor& layout) {
       axis.outputs = take();
       axis.mix = take();
     }
-    block.grid_planes = take();
-    block.plane_of = skip(block.grid_planes);
-    block.copy_of = skip(block.grid_planes);
-    block.grid_outputs = take();
-    block.output_of = skip(block.grid_outputs);
-    block.lag_of = skip(block.grid_outputs);
+    block.plane_of = skip(block.planes);
+    block.outputs = take();
+    block.output_of = skip(block.outputs);
+    block.lag_of = skip(block.outputs);
     block.sources = skip(block.residues * block.taps);
   }
   plan.runs.resize(take());
   for (PlanRun& run : plan.runs) {
-    run.block = take();
+    run.pool = take();
     run.left = take();
     run.right = take();
     run.out = take();

@@ -27,7 +27,7 @@ struct Window {
   int64_t channels() const { return channel_end - channel_begin; }
 };
 
-// Where the planes V of a block (or their gradients G) lie for the current window:
+// Where the planes V of a pool (or their gradients G) lie for the current window:
 // plane p, row i, residue r, channel c at p * plane_stride + i * row_stride + r * channels + c.
 template <typename T>
 struct Planes {
@@ -64,7 +64,7 @@ class Arena {
 //   kPlaneBytes, kNarrowestChunk, kChunkMultiple                         how much is worked on at once
 //   at::Tensor workspace(int64_t bytes)                                  memory with undefined contents
 //   void zero(T*, int64_t elements)
-//   void evaluate(const std::vector<Planes<T>>&, const Window&)          V = E K, one entry per block
+//   void evaluate(const std::vector<Planes<T>>&, const Window&)          V = E K, one entry per pool
 //   void mix(const Outputs<T>&, bool with_grad)                          loss per group; Y in place of X
 //   void gather(const std::vector<Planes<T>>&, const Window&)            dK = E^T G
 template <typename S, typename T, typename Device>
@@ -78,10 +78,10 @@ class Pipeline {
         rows_(weights[0].size(0) / plan.groups),
         channels_(weights[0].size(1)),
         groups_(static_cast<int64_t>(weights.size()) * plan.groups),
-        side_(plan.column ? channels_ * plan.blocks[0].residues : rows_),
+        side_(plan.column ? channels_ * plan.pools[0].residues : rows_),
         flat_(plan.flat && std::is_same_v<S, T> && weights[0].is_contiguous() &&
               (grads.empty() || grads[0].is_contiguous())),
-        blocks_(plan.blocks.size()) {
+        pools_(plan.pools.size()) {
     int64_t products = 0;
     for (const PlanRun& run : plan.runs) {
       products += run.count;
@@ -120,7 +120,7 @@ class Pipeline {
   }
 
  private:
-  struct Block {
+  struct Pool {
     Planes<T> planes{}, gradients{};
   };
 
@@ -129,8 +129,8 @@ class Pipeline {
   void choose_chunks() {
     constexpr int64_t size = sizeof(T);
     int64_t plane_bytes = 0;
-    for (const PlanBlock& block : plan_.blocks) {
-      plane_bytes += size * (with_grad() ? 2 : 1) * block.planes * block.residues * rows_ * channels_;
+    for (const PlanPool& pool : plan_.pools) {
+      plane_bytes += size * (with_grad() ? 2 : 1) * pool.planes * pool.residues * rows_ * channels_;
     }
     const int64_t allowed = std::max(Device::kPlaneBytes, 2 * size * (2 * plan_.lags - 1) * rows_ * rows_);
     span_ = std::clamp<int64_t>(allowed / (plane_bytes + size * plan_.outputs * side_ * side_), 1, groups_);
@@ -149,10 +149,10 @@ class Pipeline {
   void lay_out(Arena& arena) {
     outputs_ = arena.template take<T>(plan_.outputs * span_ * side_ * side_);
     const int64_t area = plan_.column ? std::min(chunk_, rows_) * channels_ : rows_ * std::min(chunk_, channels_);
-    for (size_t b = 0; b < blocks_.size(); ++b) {
-      const int64_t elements = flat_ ? 0 : plan_.blocks[b].planes * plan_.blocks[b].residues * span_ * area;
-      blocks_[b].planes.data = arena.template take<T>(elements);
-      blocks_[b].gradients.data = arena.template take<T>(with_grad() ? elements : 0);
+    for (size_t p = 0; p < pools_.size(); ++p) {
+      const int64_t elements = flat_ ? 0 : plan_.pools[p].planes * plan_.pools[p].residues * span_ * area;
+      pools_[p].planes.data = arena.template take<T>(elements);
+      pools_[p].gradients.data = arena.template take<T>(with_grad() ? elements : 0);
     }
   }
 
@@ -160,8 +160,8 @@ class Pipeline {
   void point_at_weight() {
     if constexpr (std::is_same_v<S, T>) {
       const int64_t weight = group_ / plan_.groups, offset = group_ % plan_.groups * rows_ * weights_[0].stride(0);
-      blocks_[0].planes.data = const_cast<T*>(weights_[weight].template const_data_ptr<T>()) + offset;  // only read
-      if (with_grad()) blocks_[0].gradients.data = grads_[weight].template mutable_data_ptr<T>() + offset;
+      pools_[0].planes.data = const_cast<T*>(weights_[weight].template const_data_ptr<T>()) + offset;  // only read
+      if (with_grad()) pools_[0].gradients.data = grads_[weight].template mutable_data_ptr<T>() + offset;
     }
   }
 
@@ -172,26 +172,26 @@ class Pipeline {
     window_ = plan_.column ? Window{row + begin, row + std::min(begin + chunk_, rows_), 0, channels_}
                            : Window{row, row + span_now_ * rows_, begin, std::min(begin + chunk_, channels_)};
     if (plan_.column && chunks_ == 1) window_.row_end = row + span_now_ * rows_;
-    for (size_t b = 0; b < blocks_.size(); ++b) {
-      const int64_t width = plan_.blocks[b].residues * window_.channels();
-      for (Planes<T>* planes : {&blocks_[b].planes, &blocks_[b].gradients}) {
+    for (size_t p = 0; p < pools_.size(); ++p) {
+      const int64_t width = plan_.pools[p].residues * window_.channels();
+      for (Planes<T>* planes : {&pools_[p].planes, &pools_[p].gradients}) {
         planes->plane_stride = interleaved_ ? width : window_.rows() * width;
-        planes->row_stride = interleaved_ ? plan_.blocks[b].planes * width : width;
+        planes->row_stride = interleaved_ ? plan_.pools[p].planes * width : width;
       }
     }
   }
 
-  std::vector<Planes<T>> of_all_blocks(Planes<T> Block::* which) const {
+  std::vector<Planes<T>> of_all_pools(Planes<T> Pool::* which) const {
     std::vector<Planes<T>> result;
-    result.reserve(blocks_.size());
-    for (const Block& block : blocks_) result.push_back(block.*which);
+    result.reserve(pools_.size());
+    for (const Pool& pool : pools_) result.push_back(pool.*which);
     return result;
   }
 
   void evaluate() {
     if (flat_) return;
     RECORD_FUNCTION("ocnn_fused::evaluate", {});
-    device_.evaluate(of_all_blocks(&Block::planes), window_);
+    device_.evaluate(of_all_pools(&Pool::planes), window_);
   }
 
   void mix() {
@@ -202,7 +202,7 @@ class Pipeline {
   void gather() {
     if (flat_) return;
     RECORD_FUNCTION("ocnn_fused::gather", {});
-    device_.gather(of_all_blocks(&Block::gradients), window_);
+    device_.gather(of_all_pools(&Pool::gradients), window_);
   }
 
   at::Tensor wrap(T* data, at::IntArrayRef sizes, at::IntArrayRef strides) const {
@@ -210,10 +210,10 @@ class Pipeline {
     return at::from_blob(data, sizes, strides, options);
   }
 
-  // Planes [plane, plane + count) of a block as one batch of matrices, oriented (gram side, contraction).
-  at::Tensor matrices(int64_t block, const Planes<T>& planes, int64_t plane, int64_t count, bool summed) const {
+  // Planes [plane, plane + count) of a pool as one batch of matrices, oriented (gram side, contraction).
+  at::Tensor matrices(int64_t pool, const Planes<T>& planes, int64_t plane, int64_t count, bool summed) const {
     T* first = planes.data + plane * planes.plane_stride;
-    const int64_t width = plan_.blocks[block].residues * window_.channels(), rows = window_.rows() / span_now_;
+    const int64_t width = plan_.pools[pool].residues * window_.channels(), rows = window_.rows() / span_now_;
     if (plan_.column) {
       const int64_t batch = summed ? span_now_ : count * span_now_, length = summed ? count * rows : rows;
       return wrap(first, {batch, width, length}, {length * width, 1, width});
@@ -243,7 +243,7 @@ class Pipeline {
     for (const PlanRun& run : plan_.runs) {
       if (interleaved_ && !run.summed) {
         for (int64_t j = 0; j < run.count; ++j) {
-          f(PlanRun{run.block, run.left + j, run.right + j, run.out + j, 1, false});
+          f(PlanRun{run.pool, run.left + j, run.right + j, run.out + j, 1, false});
         }
       } else {
         f(run);
@@ -258,10 +258,10 @@ class Pipeline {
       add = true;
     }
     each_run([&](const PlanRun& run) {
-      const Planes<T>& planes = blocks_[run.block].planes;
+      const Planes<T>& planes = pools_[run.pool].planes;
       multiply(outputs(run.out, run.summed ? 1 : run.count),
-               matrices(run.block, planes, run.left, run.count, run.summed),
-               matrices(run.block, planes, run.right, run.count, run.summed).transpose(1, 2), add);
+               matrices(run.pool, planes, run.left, run.count, run.summed),
+               matrices(run.pool, planes, run.right, run.count, run.summed).transpose(1, 2), add);
     });
   }
 
@@ -276,19 +276,19 @@ class Pipeline {
 
   void apply() {
     RECORD_FUNCTION("ocnn_fused::apply", {});
-    for (size_t b = 0; accumulates_ && b < blocks_.size(); ++b) {
-      const PlanBlock& block = plan_.blocks[b];
-      device_.zero(blocks_[b].gradients.data, block.planes * block.residues * window_.rows() * window_.channels());
+    for (size_t p = 0; accumulates_ && p < pools_.size(); ++p) {
+      const PlanPool& pool = plan_.pools[p];
+      device_.zero(pools_[p].gradients.data, pool.planes * pool.residues * window_.rows() * window_.channels());
     }
     each_run([&](const PlanRun& run) {
-      const Block& block = blocks_[run.block];
+      const Pool& pool = pools_[run.pool];
       const at::Tensor y = outputs(run.out, run.summed ? 1 : run.count);
       const auto of = [&](const Planes<T>& planes, int64_t first) {
-        return matrices(run.block, planes, first, run.count, run.summed);
+        return matrices(run.pool, planes, first, run.count, run.summed);
       };
-      multiply_planes(of(block.gradients, run.left), y, of(block.planes, run.right));
+      multiply_planes(of(pool.gradients, run.left), y, of(pool.planes, run.right));
       if (run.left == run.right) return;  // the output is its own transpose
-      multiply_planes(of(block.gradients, run.right), y.transpose(1, 2), of(block.planes, run.left));
+      multiply_planes(of(pool.gradients, run.right), y.transpose(1, 2), of(pool.planes, run.left));
     });
   }
 
@@ -298,7 +298,7 @@ class Pipeline {
   const int64_t rows_, channels_, groups_;  // per group, per group, of all weights
   const int64_t side_;
   const bool flat_;
-  std::vector<Block> blocks_;
+  std::vector<Pool> pools_;
   bool sums_ = false, accumulates_ = false, interleaved_ = false;
   int64_t span_ = 1, chunk_ = 1, chunks_ = 1;
   T* outputs_ = nullptr;

@@ -100,7 +100,6 @@ class Device {
                         {},
                         {},
                         numbers + block.plane_of,
-                        numbers + block.copy_of,
                         numbers + block.output_of,
                         numbers + block.lag_of,
                         numbers + block.sources};

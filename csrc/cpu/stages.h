@@ -45,7 +45,7 @@ template <typename T>
 struct BlockView {
   const PlanBlock* block;
   std::vector<Factor<T>> evaluation, mix;
-  const int64_t *plane_of, *copy_of, *output_of, *lag_of, *sources;
+  const int64_t *plane_of, *output_of, *lag_of, *sources;
 };
 
 // Tap pairs of a small plan, sorted by lag; lag 0 comes first.

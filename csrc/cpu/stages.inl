@@ -299,7 +299,7 @@ struct Strip {
     int64_t rows = 1, planes = 1;
     for (const BlockView<T>& view : blocks) {
       rows = std::max(rows, Grid<T>::rows(view.evaluation));
-      planes = std::max(planes, view.block->grid_planes);
+      planes = std::max(planes, view.block->planes);
     }
     T* memory = scratch<T>((weight_taps + 1 + planes) * kStrip + Grid<T>::elements(rows));
     T* after_taps = memory + (weight_taps + 1) * kStrip;
@@ -324,22 +324,19 @@ void evaluate(const WeightView<const S>& weight, const std::vector<BlockView<T>>
     const int64_t padded = (lanes + kLanes - 1) / kLanes * kLanes;
     const S* source = weight.row(window.row_begin + i) + (window.channel_begin + c) * weight.channel_stride;
     load_taps(weight, source, lanes, strip.taps);
-    for (size_t b = 0; b < blocks.size(); ++b) {
-      const BlockView<T>& view = blocks[b];
+    for (const BlockView<T>& view : blocks) {
       const PlanBlock& block = *view.block;
+      const Planes<T>& pool = planes[block.pool];
       for (int64_t r = 0; r < block.residues; ++r) {
         for (int64_t m = 0; m < block.taps; ++m) strip.in[m] = strip.tap_row(view.sources[r * block.taps + m]);
-        T* target = planes[b].data + i * planes[b].row_stride + r * channels + c;
+        T* target = pool.data + i * pool.row_stride + r * channels + c;
         const bool whole = lanes == padded;
-        for (int64_t g = 0; g < block.grid_planes; ++g) {
-          strip.out[g] = whole ? target + view.plane_of[g] * planes[b].plane_stride : strip.plane_row(g);
+        for (int64_t g = 0; g < block.planes; ++g) {
+          strip.out[g] = whole ? target + view.plane_of[g] * pool.plane_stride : strip.plane_row(g);
         }
         strip.grid.template transform_all<true>(view.evaluation, strip.in.data(), strip.out.data(), padded);
-        for (int64_t g = 0; g < block.grid_planes; ++g) {
-          if (!whole) std::copy_n(strip.out[g], lanes, target + view.plane_of[g] * planes[b].plane_stride);
-          if (view.copy_of[g] >= 0) {
-            std::copy_n(strip.out[g], lanes, target + view.copy_of[g] * planes[b].plane_stride);
-          }
+        for (int64_t g = 0; !whole && g < block.planes; ++g) {
+          std::copy_n(strip.out[g], lanes, target + view.plane_of[g] * pool.plane_stride);
         }
       }
     }
@@ -355,19 +352,16 @@ void gather(const WeightView<S>& grad, const std::vector<BlockView<T>>& blocks, 
     const int64_t i = item / across, c = item % across * kStrip;
     const int64_t lanes = std::min(kStrip, channels - c);
     const int64_t padded = (lanes + kLanes - 1) / kLanes * kLanes;
-    for (size_t b = 0; b < blocks.size(); ++b) {
-      const BlockView<T>& view = blocks[b];
+    for (const BlockView<T>& view : blocks) {
       const PlanBlock& block = *view.block;
+      const Planes<T>& pool = planes[block.pool];
       for (int64_t r = 0; r < block.residues; ++r) {
-        const T* source = planes[b].data + i * planes[b].row_stride + r * channels + c;
+        const T* source = pool.data + i * pool.row_stride + r * channels + c;
         // Copied, because planes lie powers of two apart and would evict each other while they are read again.
-        for (int64_t g = 0; g < block.grid_planes; ++g) {
+        for (int64_t g = 0; g < block.planes; ++g) {
           T* row = strip.plane_row(g);
-          std::copy_n(source + view.plane_of[g] * planes[b].plane_stride, lanes, row);
+          std::copy_n(source + view.plane_of[g] * pool.plane_stride, lanes, row);
           strip.in[g] = row;
-          if (view.copy_of[g] < 0) continue;
-          const T* copy = source + view.copy_of[g] * planes[b].plane_stride;
-          for (int64_t l = 0; l < lanes; ++l) row[l] += copy[l];
         }
         for (int64_t m = 0; m < block.taps; ++m) strip.out[m] = strip.tap_row(view.sources[r * block.taps + m]);
         strip.grid.template transform_all<false>(view.evaluation, strip.in.data(), strip.out.data(), padded);
@@ -458,7 +452,7 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
   int64_t rows = 1, most_outputs = 1;
   for (const BlockView<T>& view : blocks) {
     rows = std::max(rows, Grid<T>::rows(view.mix));
-    most_outputs = std::max(most_outputs, view.block->grid_outputs);
+    most_outputs = std::max(most_outputs, view.block->outputs);
   }
   // One row more than there are lags: lags that are dropped are zero, or written there.
   T* const residual = scratch<T>((all_lags + 1 + most_outputs) * kTileArea + Grid<T>::elements(rows) + rows * kStrip);
@@ -484,7 +478,7 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
 
     for (size_t b = 0; b < blocks.size(); ++b) {
       const BlockView<T>& view = blocks[b];
-      const int64_t count = view.block->grid_outputs;
+      const int64_t count = view.block->outputs;
       for (int64_t g = 0; g < count; ++g) {
         const int64_t o = view.output_of[g] / 3;
         const bool transposed = view.output_of[g] % 3 == 1;
@@ -513,7 +507,7 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
     std::fill_n(dropped, kTileArea, T(0));
     for (size_t b = 0; with_grad && b < blocks.size(); ++b) {
       const BlockView<T>& view = blocks[b];
-      const int64_t count = view.block->grid_outputs;
+      const int64_t count = view.block->outputs;
       for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
         for (int64_t g = 0; g < count; ++g) {
           in[g] = lag_row(view.lag_of[g]) + piece;
@@ -524,8 +518,6 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
       for (int64_t g = 0; g < count; ++g) {
         T* y = outputs + g * kTileArea;
         const int64_t o = view.output_of[g] / 3, kind = view.output_of[g] % 3;
-        // Both planes of a joined product get its gradient.
-        for (int64_t e = 0; kind == 2 && view.block->joined() && e < kTileArea; ++e) y[e] *= T(0.5);
         if (kind != 1) store_tile(y, false, tile(o));
         if (kind != 0 && !on_diagonal) store_tile(y, true, mirror(o));
       }

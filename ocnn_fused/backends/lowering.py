@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
 from typing import NamedTuple
@@ -12,9 +12,6 @@ import torch
 from torch import Tensor
 
 from ..plan import Block, Matrix, Plan, Run, Scheme
-
-#: A self-paired product joins the batch of the pairs, at the cost of a second plane, while it is as small as this.
-_JOINED_MULTIPLY_ADDS = 80**3
 
 
 class Lowered(NamedTuple):
@@ -91,75 +88,84 @@ def _lag_of(plan: Plan, block: Block) -> list[int]:
     return [index.get(lag, -1) for lag in itertools.product(*(range(-r, r + 1) for r in reach))]
 
 
-def _joins(plan: Plan, index: int) -> int:
-    """How many self-paired products of a block go into one batch with its pairs, or 0 if they stay apart.
+class Pool(NamedTuple):
+    """Planes of equal size that lie together: ``where[block][plane]`` is a plane's place, if the block is in it."""
 
-    A batch more costs as much as a small product, so that a second copy of the plane is cheaper.
-    """
-    block = plan.blocks[index]
-    products = [product for product in plan.products if product[0] == index]
-    contraction = plan.rows if plan.side == "column" else plan.channels * block.residues
-    is_paired = len({out for *_, out in products}) == len(products) and len(products) < block.planes
-    if plan.is_diagonal or not is_paired or plan.work_rows**2 * contraction > _JOINED_MULTIPLY_ADDS:
-        return 0
-    return 2 * len(products) - block.planes
+    residues: int
+    where: dict[int, list[int]]
 
 
-def _runs(plan: Plan, joined: Sequence[int]) -> Iterator[Run]:
-    for run in plan.runs:
-        planes, own = plan.blocks[run.block].planes, joined[run.block]
-        if not own:
-            yield run
-        elif run.left == 0:  # both runs of the block become one: self and first of each pair, self again and partners
-            count = (planes + own) // 2
-            yield Run(run.block, 0, count, run.out, count, False)
+class Batches(NamedTuple):
+    """The plan's products in as few runs as possible. ``Run.block`` counts pools; outputs are renumbered."""
+
+    pools: list[Pool]
+    runs: list[Run]
+    output: list[int]  # new number of every output
 
 
-def _mix(plan: Plan, joined: Sequence[int], constants: _Constants) -> list[int]:
+@lru_cache(maxsize=1024)
+def batches(plan: Plan) -> Batches:
+    """Planes of all blocks of one width become a pool, ordered self-paired, first of each pair, partners: two runs."""
+    products: dict[int, list[tuple[int, int, int, int]]] = {}
+    for product in plan.products:
+        products.setdefault(plan.blocks[product[0]].residues, []).append(product)
+    if plan.is_diagonal or len({out for *_, out in plan.products}) < len(plan.products):
+        pools = [Pool(block.residues, {index: list(range(block.planes))}) for index, block in enumerate(plan.blocks)]
+        return Batches(pools, list(plan.runs), list(range(plan.outputs)))
+    pools, runs, order = [], [], []
+    for residues, of_pool in products.items():
+        own = [product for product in of_pool if product[1] == product[2]]
+        pairs = [product for product in of_pool if product[1] != product[2]]
+        planes = [(block, left) for block, left, _, _ in own + pairs] + [(block, right) for block, _, right, _ in pairs]
+        place = {plane: index for index, plane in enumerate(planes)}
+        members = {block: [place[block, p] for p in range(plan.blocks[block].planes)] for block, *_ in of_pool}
+        for first, count, partner in ((0, len(own), 0), (len(own), len(pairs), len(own) + len(pairs))):
+            if count:
+                runs.append(Run(len(pools), first, partner, len(order) + first, count, False))
+        pools.append(Pool(residues, members))
+        order += [out for *_, out in own + pairs]
+    return Batches(pools, runs, [order.index(out) for out in range(plan.outputs)])
+
+
+def _mix(plan: Plan, output: Sequence[int], constants: _Constants) -> list[int]:
     """Where the whole mix matrices lie."""
     if plan.is_diagonal:
         return [-1] * 4
+    by_number = sorted(range(plan.outputs), key=output.__getitem__)
     symmetric, antisymmetric = plan.symmetric, plan.antisymmetric
-    # A joined product has two planes that share the gradient.
-    block_of = {out: block for block, _, _, out in plan.products}
-    half = [Fraction(1, 2) if own and joined[block_of[o]] else 1 for o, own in enumerate(plan.self_paired)]
-    adjoint, adjoint_anti = (
-        tuple(tuple(value * scale for value in row) for row, scale in zip(plan.adjoint(matrix), half, strict=True))
-        for matrix in (symmetric, antisymmetric)
-    )
-    # Lag 0 is symmetric.
-    matrices = symmetric, antisymmetric[1:], adjoint, tuple(row[1:] for row in adjoint_anti)
-    return [constants.add(matrix) for matrix in matrices]
+    forward = [tuple(tuple(row[o] for o in by_number) for row in m) for m in (symmetric, antisymmetric[1:])]
+    adjoint, adjoint_anti = (plan.adjoint(matrix) for matrix in (symmetric, antisymmetric))
+    backward = tuple(adjoint[o] for o in by_number), tuple(adjoint_anti[o][1:] for o in by_number)
+    return [constants.add(matrix) for matrix in (*forward, *backward)]  # lag 0 has no antisymmetric part
 
 
 @lru_cache(maxsize=1024)
 def lower(plan: Plan, dtype: torch.dtype, device: torch.device | str = "cpu") -> Lowered:
     """The plan for weights that are computed in ``dtype`` on ``device``."""
     constants = _Constants()
-    joined = [_joins(plan, index) for index in range(len(plan.blocks))]
-    column = plan.side == "column"
-    layout = [plan.groups, column, plan.is_flat, plan.outputs, len(plan.lags), plan.offset]
-    layout += _mix(plan, joined, constants)
+    pools, runs, output = batches(plan)
+    layout = [plan.groups, plan.side == "column", plan.is_flat, plan.outputs, len(plan.lags), plan.offset]
+    layout += _mix(plan, output, constants)
+    layout.append(len(pools))
+    for pool in pools:
+        layout += [sum(map(len, pool.where.values())), pool.residues]
     layout.append(len(plan.blocks))
-    for block, own in zip(plan.blocks, joined, strict=True):
-        count = (block.planes + own) // 2
-        order = [*range(count), *range(own), *range(count, block.planes)]
-        layout += [len(order), block.taps, block.residues]
-        layout.append(constants.add(tuple(block.evaluation[plane] for plane in order)))
+    for index, block in enumerate(plan.blocks):
+        number = next(number for number, pool in enumerate(pools) if index in pool.where)
+        layout += [number, block.planes, block.taps, block.residues]
+        layout.append(constants.add(tuple(block.evaluation[plane] for plane in block.plane_of)))
         layout.append(len(block.factors))
         for scheme in block.factors:
             layout += _axis(scheme, constants)
-        layout.append(len(block.plane_of))
-        layout += [order.index(plane) for plane in block.plane_of]
-        layout += [count + plane if plane < own else -1 for plane in block.plane_of]
+        layout += [pools[number].where[index][plane] for plane in block.plane_of]
         layout.append(0 if plan.is_diagonal else len(block.output_of))
         if not plan.is_diagonal:
             layout += [
-                3 * out + (2 if plan.self_paired[out] else int(transposed)) for out, transposed in block.output_of
+                3 * output[out] + (2 if plan.self_paired[out] else int(transposed))
+                for out, transposed in block.output_of
             ]
             layout += _lag_of(plan, block)
         layout += [tap for residue in block.sources for tap in residue]
-    runs = list(_runs(plan, joined))
     layout.append(len(runs))
     for run in runs:
         layout += [run.block, run.left, run.right, run.out, run.count, run.summed]
