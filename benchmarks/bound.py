@@ -14,6 +14,7 @@ from steps import Settings
 from torch import Tensor
 
 from ocnn_fused.backends import choose
+from ocnn_fused.backends.lowering import batches
 from ocnn_fused.ops import plan_for
 from ocnn_fused.plan import Plan, Run
 
@@ -35,7 +36,7 @@ def _run_products(plan: Plan, run: Run, gradient: bool, make: Callable[..., Tens
     A summed run is one product with a long contraction, and its gradient one with a long output.
     """
     side = plan.work_rows
-    contraction = plan.rows if plan.side == "column" else plan.channels * plan.blocks[run.block].residues
+    contraction = plan.rows if plan.side == "column" else plan.channels * batches(plan).pools[run.block].residues
     batch = plan.groups * (1 if run.summed else run.count)
     length = contraction * (run.count if run.summed else 1)
     left = make(batch, side, length)
@@ -62,7 +63,7 @@ def products_of(layers: Sequence[Layer], settings: Settings) -> list[Product]:
     products: list[Product] = []
     for layer in layers:
         plan = plan_of(layer, settings)
-        runs = () if plan.small else plan.runs
+        runs = () if plan.small else batches(plan).runs
         own = [product for run in runs for product in _run_products(plan, run, settings.gradient, make)]
         products += own * layer.count
     return products

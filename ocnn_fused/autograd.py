@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .ops import _library
+from .ops import _library, run
 
 #: Whether the running backward keeps its graph (``retain_graph``); if PyTorch does not tell, assume that it does.
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
@@ -41,7 +41,8 @@ class OrthLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, geometry: tuple[Any, ...], *weights: Tensor) -> Any:  # type: ignore[override]
-        losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(weights, *geometry)
+        compute = run if _are_plain(weights) else torch.ops.ocnn_fused.orth_loss_and_grad.default
+        losses, grads = compute(weights, *geometry)
         _remember(ctx, geometry, weights, grads)
         return tuple(losses)
 
@@ -119,10 +120,32 @@ def _differentiable_grads(
     return grads
 
 
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _are_plain(weights: Sequence[Tensor]) -> bool:
+    """Whether nobody but autograd wants to see the ops: no subclass, mode, tracer or autocast.
+
+    The dispatcher's way through Python costs as much as a small layer; plain tensors go without it.
+    """
+    device_type = weights[0].device.type
+    return (
+        device_type in ("cpu", "cuda")
+        and all(type(weight) in _PLAIN_TYPES for weight in weights)
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._is_tracing()
+        and not torch.is_autocast_enabled(device_type)
+    )
+
+
 def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:
-    """One 0-dim loss per weight. ``torch.func`` transforms must see the Function itself, all others see one op."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return TransformableOrthLoss.apply((*geometry, [True] * len(weights)), *weights)[: len(weights)]
+    """One 0-dim loss per weight. ``torch.func`` transforms must see the Function itself, ``torch.compile`` one op."""
+    if not torch.compiler.is_compiling():
+        if torch._C._are_functorch_transforms_active():
+            return TransformableOrthLoss.apply((*geometry, [True] * len(weights)), *weights)[: len(weights)]
+        if _are_plain(weights):
+            return _orth_loss(weights, *geometry)
     return torch.ops.ocnn_fused.orth_loss.default(weights, *geometry)
 
 

@@ -9,6 +9,7 @@ weight needs one. Both take, flattened over weights and their spatial axes, ``st
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from . import _extension, backends
 from .backends.lowering import accumulation_dtype
-from .plan import Plan, make_plan, reduce_axis
+from .plan import Plan, Rates, make_plan, reduce_axis
 
 _GEOMETRY = "int[] strides, int[] dilations, int[] paddings, int[] groups, str side, str backend"
 
@@ -36,11 +37,24 @@ def plan_for(
     backend: ModuleType,
 ) -> Plan:
     """The plan of one weight; ``paddings`` of -1 keep every lag."""
+    return _cached_plan(tuple(shape), tuple(strides), tuple(dilations), tuple(paddings), groups, side, backend.RATES)
+
+
+@lru_cache(maxsize=4096)
+def _cached_plan(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dilations: tuple[int, ...],
+    paddings: tuple[int, ...],
+    groups: int,
+    side: Any,
+    rates: Rates,
+) -> Plan:
     axes = tuple(
         reduce_axis(kernel, stride, dilation, None if padding < 0 else padding)
         for kernel, stride, dilation, padding in zip(shape[2:], strides, dilations, paddings, strict=True)
     )
-    return make_plan(shape[0] // groups, shape[1], axes, groups, side, backend.RATES)  # type: ignore[arg-type]
+    return make_plan(shape[0] // groups, shape[1], axes, groups, side, rates)
 
 
 def _plans(
@@ -59,7 +73,7 @@ def _plans(
         yield plan_for(weight.shape, strides[axes], dilations[axes], paddings[axes], group, side, backend)
 
 
-def _run(
+def run(
     weights: Sequence[Tensor],
     strides: Sequence[int],
     dilations: Sequence[int],
@@ -69,6 +83,7 @@ def _run(
     backend: str,
     with_grad: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor]]:
+    """Chooses a backend, plans and computes: one loss per weight, and one gradient, empty where none is wanted."""
     name, all_options = backends.decode(backend)
     module = backends.choose(weights[0].device, name)
     options = backends.accepted(module, all_options)
@@ -102,11 +117,11 @@ def _run_some(
 
 def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> list[Tensor]:
     arguments = (*geometry, [False] * len(weights))
-    return _run(weights, *arguments)[0]
+    return run(weights, *arguments)[0]
 
 
 _library.impl("orth_loss", _orth_loss, "CompositeExplicitAutograd")
-_library.impl("orth_loss_and_grad", _run, "CompositeExplicitAutograd")
+_library.impl("orth_loss_and_grad", run, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("ocnn_fused::orth_loss", lib=_library)

@@ -112,7 +112,8 @@ def batches(plan: Plan) -> Batches:
     if plan.is_diagonal or len({out for *_, out in plan.products}) < len(plan.products):
         pools = [Pool(block.residues, {index: list(range(block.planes))}) for index, block in enumerate(plan.blocks)]
         return Batches(pools, list(plan.runs), list(range(plan.outputs)))
-    pools, runs, order = [], [], []
+    pools, runs = [], []
+    order: list[int] = []
     for residues, of_pool in products.items():
         own = [product for product in of_pool if product[1] == product[2]]
         pairs = [product for product in of_pool if product[1] != product[2]]

@@ -1,0 +1,147 @@
+"""What compiled code is given: per-axis factors, halves and batches must be the plan itself, exactly."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+from functools import reduce
+
+import numpy as np
+import pytest
+import torch
+
+from ocnn_fused.backends import lowering
+from ocnn_fused.plan import Plan, make_plan, reduce_axis
+
+#: (kernel, stride, dilation, padding) per axis.
+AXES = {
+    "Linear": (),
+    "1": ((1, 1, 1, None),),
+    "3": ((3, 1, 1, None),),
+    "3/2": ((3, 2, 1, None),),
+    "5 dilated": ((5, 2, 3, None),),
+    "7/3": ((7, 3, 1, None),),
+    "5, two lags": ((5, 1, 1, 2),),
+    "2x5": ((2, 1, 1, None), (5, 1, 1, None)),
+    "3x3/2": ((3, 2, 1, None), (3, 2, 1, None)),
+    "5x5/3": ((5, 3, 1, None), (5, 3, 1, None)),
+    "7x7/2": ((7, 2, 1, None), (7, 2, 1, None)),
+    "4x1": ((4, 1, 1, None), (1, 1, 1, None)),
+    "3x7, direct along 7": ((3, 1, 1, None), (7, 1, 1, None)),
+    "3x7, few lags": ((3, 1, 1, 1), (7, 1, 1, 2)),
+    "3x2x3": ((3, 1, 1, None), (2, 1, 1, None), (3, 2, 1, None)),
+}
+
+
+def plans(with_mix: bool = False) -> list[object]:
+    found = []
+    for name, axes in AXES.items():
+        best = make_plan(96, 40, tuple(reduce_axis(*axis) for axis in axes))
+        every = [plan for plan in (best, *best.alternatives) if not plan.small and not (with_mix and plan.is_diagonal)]
+        found += [pytest.param(plan, id=f"{name}-{plan.name}") for plan in every]
+    return found
+
+
+def exact(matrix: object) -> np.ndarray:
+    return np.array(matrix, dtype=object)
+
+
+def kronecker(matrices: list[np.ndarray]) -> np.ndarray:
+    return reduce(np.kron, matrices, exact([[Fraction(1)]]))
+
+
+def from_halves(even: object, odd: object, span: int) -> np.ndarray:
+    """The matrix that a Factor of csrc/cpu/stages.h stands for, column by column."""
+    columns = []
+    for column in range(span):
+        x = [Fraction(int(index == column)) for index in range(span)]
+        sums = [x[q] + (x[span - 1 - q] if q != span - 1 - q else 0) for q in range((span + 1) // 2)]
+        differences = [x[q] - x[span - 1 - q] for q in range(span // 2)]
+        rows = exact(even) @ exact(sums)
+        points = [rows[0]]
+        for row, of_odd in zip(rows[1:], odd, strict=True):
+            turn = sum((a * b for a, b in zip(of_odd, differences, strict=True)), Fraction(0))
+            points += [row + turn, row - turn]
+        columns.append(points)
+    return exact(columns).T
+
+
+@pytest.mark.parametrize("plan", plans())
+def test_factors_are_the_evaluation(plan: Plan) -> None:
+    for block in plan.blocks:
+        grid = kronecker([exact(scheme.evaluation) for scheme in block.factors])
+        assert sorted(block.plane_of) == list(range(block.planes))
+        assert (grid == exact([block.evaluation[plane] for plane in block.plane_of])).all()
+
+
+@pytest.mark.parametrize("plan", plans(with_mix=True))
+def test_factors_are_the_mix(plan: Plan) -> None:
+    """Every kept lag, both signs, as the sum over blocks of the product of the axes' mixes."""
+    all_lags = list(itertools.product(*(range(-axis.lags, axis.lags + 1) for axis in plan.axes)))
+    as_stored, transposed = np.zeros((2, len(all_lags), plan.outputs), dtype=object)
+    for block in plan.blocks:
+        grid = kronecker([exact(scheme.mix) for scheme in block.factors])
+        for lag, row in zip(lowering._lag_of(plan, block), grid, strict=True):
+            for (out, is_transposed), value in zip(block.output_of, row, strict=True):
+                if lag >= 0:
+                    (transposed if is_transposed else as_stored)[lag, out] += value
+    half = len(all_lags) // 2
+    assert tuple(all_lags[half:]) == plan.lags
+    own = np.array(plan.self_paired)
+    # The plan splits what is its own transpose evenly.
+    assert (as_stored[half:][:, own] == exact(plan.mix)[:, own] + exact(plan.mix_transposed)[:, own]).all()
+    assert (as_stored[half:][:, ~own] == exact(plan.mix)[:, ~own]).all()
+    assert (transposed[half:][:, ~own] == exact(plan.mix_transposed)[:, ~own]).all()
+    # Negative lags are transposes.
+    assert (as_stored[half::-1][:, ~own] == exact(plan.mix_transposed)[:, ~own]).all()
+
+
+@pytest.mark.parametrize("taps", [2, 3, 4, 5])
+def test_halves_are_the_matrix(taps: int) -> None:
+    scheme = make_plan(64, 64, (reduce_axis(taps),)).blocks[0].factors[0]
+    for matrix in (scheme.evaluation, tuple(zip(*scheme.mix, strict=True))):
+        assert (from_halves(*lowering._halves(matrix), len(matrix[0])) == exact(matrix)).all()
+
+
+@pytest.mark.parametrize("plan", plans())
+def test_batches_hold_every_product_once(plan: Plan) -> None:
+    pools, runs, output = lowering.batches(plan)
+    assert sorted(output) == list(range(plan.outputs))
+    for number, pool in enumerate(pools):
+        places = [place for where in pool.where.values() for place in where]
+        assert sorted(places) == list(range(len(places))), number
+        assert {plan.blocks[block].residues for block in pool.where} == {pool.residues}
+    issued = sorted(
+        (run.block, run.left + j, run.right + j, run.out if run.summed else run.out + j)
+        for run in runs
+        for j in range(run.count)
+    )
+    place = {block: (number, where) for number, pool in enumerate(pools) for block, where in pool.where.items()}
+    wanted = sorted(
+        (place[block][0], place[block][1][left], place[block][1][right], output[out])
+        for block, left, right, out in plan.products
+    )
+    assert issued == wanted
+
+
+def test_blocks_of_one_width_share_two_batches() -> None:
+    plan = make_plan(128, 64, (reduce_axis(3, 2), reduce_axis(3, 2)))
+    assert (plan.name, len(plan.blocks)) == ("toom/row", 4)
+    assert [run.count for run in lowering.batches(plan).runs] == [4, 6]
+
+
+def test_layout_of_another_version_is_refused() -> None:
+    plan = make_plan(8, 4, (reduce_axis(3), reduce_axis(3)))
+    layout, tables, constants = lowering.lower(plan, torch.float32)
+    weight = torch.randn(8, 4, 3, 3)
+    for wrong, message in ((layout[:-1], "ends early"), (torch.cat([layout, layout[:2]]), "2 numbers too many")):
+        with pytest.raises(ValueError, match=message):
+            torch.ops.ocnn_fused.execute_plan([weight], wrong, tables, constants, True)
+
+
+def test_one_call_takes_weights_of_one_shape_only() -> None:
+    plan = make_plan(8, 4, (reduce_axis(3), reduce_axis(3)))
+    lowered = lowering.lower(plan, torch.float32)
+    weights = [torch.randn(8, 4, 3, 3), torch.randn(4, 8, 3, 3).transpose(0, 1)]
+    with pytest.raises(ValueError, match="same shape, strides and type"):
+        torch.ops.ocnn_fused.execute_plan(weights, *lowered, True)
