@@ -129,7 +129,10 @@ def _identity(size: int) -> Matrix:
 
 
 def _kronecker(left: Matrix, right: Matrix) -> Matrix:
-    return tuple(tuple(a * b for a in row_a for b in row_b) for row_a in left for row_b in right)
+    """Exact. The right matrix is multiplied once by each distinct entry of the left one, of which there are few."""
+    scaled = {a: tuple(tuple(a * b for b in row) for row in right) for a in set(itertools.chain(*left))}
+    blocks = (zip(*(scaled[a] for a in row), strict=True) for row in left)
+    return tuple(tuple(itertools.chain(*pieces)) for row_of_blocks in blocks for pieces in row_of_blocks)
 
 
 def _kronecker_scheme(first: Scheme, second: Scheme) -> Scheme:
@@ -459,6 +462,12 @@ def _axis_schemes(taps: tuple[int, ...], algorithm: Algorithm) -> tuple[Scheme, 
     return tuple(toom_scheme(n) if algorithm == "toom" and n <= MAX_TOOM_TAPS else direct_scheme(n) for n in taps)
 
 
+@cache
+def _class_scheme(taps: tuple[int, ...], algorithm: Algorithm) -> Scheme:
+    """Of all axes together; both sides use the same."""
+    return reduce(_kronecker_scheme, _axis_schemes(taps, algorithm), _POINT_SCHEME)
+
+
 def _half_lags(axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
     """Kept lags up to sign: zero, then the lexicographically positive ones."""
     lags = itertools.product(*(range(-axis.lags, axis.lags + 1) for axis in axes))
@@ -479,7 +488,7 @@ def _bilinear(
     shared: dict[tuple[int, ...], int] = {}  # direct outputs are lags, which all classes add into
     for taps, residues in _classes(axes, side):
         factors = _axis_schemes(taps, algorithm)
-        scheme = reduce(_kronecker_scheme, factors, _POINT_SCHEME)
+        scheme = _class_scheme(taps, algorithm)
         sources = tuple(_sources(axes, taps, residue) for residue in residues)
         class_lags = list(itertools.product(*(range(-(n - 1), n) for n in taps)))
         row_of = {lag: index for index, lag in enumerate(class_lags)}
