@@ -51,7 +51,7 @@ def fused_orth_loss(
         backend: None chooses by device; "cpu", "triton" or "torch" forces one.
         precision: of the matrix products on a GPU: "ieee", "tf32x3", "tf32" or "bf16"; None follows
             ``torch.get_float32_matmul_precision()``. Everything else is float32.
-        launch: "single" does everything in one kernel launch on a GPU, "staged" in at most six, None chooses.
+        launch: "single" does everything in one kernel launch on a GPU, "staged" in at most five, None chooses.
 
     Returns:
         The loss in float64 for a float64 weight, else in float32. The gradient has the weight's dtype.
@@ -103,13 +103,31 @@ def fused_orth_loss_foreach(
     return stacked if squared else frobenius_norm(stacked)
 
 
-def kernel_orth_loss(weight: Tensor, *, groups: int = 1, squared: bool = True, backend: str | None = None) -> Tensor:
+def kernel_orth_loss(
+    weight: Tensor,
+    *,
+    groups: int = 1,
+    squared: bool = True,
+    side: str = "auto",
+    backend: str | None = None,
+    precision: str | None = None,
+    launch: str | None = None,
+) -> Tensor:
     r"""Kernel orthogonality :math:`\lVert W W^T - I \rVert_F^2` of the flattened weight ``W = (M, C*k1*..*kn)``.
 
     The paper's baseline: lag 0 alone. Worked on the smaller Gram matrix; the constant by which the two sides differ is
-    added back, so the value is always that of the rows.
+    added back, so the value is always that of the rows. Arguments are those of :func:`fused_orth_loss`.
     """
-    return fused_orth_loss(weight, groups=groups, padding=0, squared=squared, backend=backend)
+    return fused_orth_loss(
+        weight,
+        groups=groups,
+        padding=0,
+        squared=squared,
+        side=side,
+        backend=backend,
+        precision=precision,
+        launch=launch,
+    )
 
 
 _SINGULAR = {

@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
+from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle
 
 ORDERS = ("sequential", "shuffled", "interleaved")
@@ -232,7 +233,8 @@ def repaired(order: str = "sequential", seed: int = 0) -> Iterator[Scheduler]:
         kernel, self.fn = self.fn, _Reordered(self.fn, scheduler)
         scheduler.launches[kernel.__name__] += 1
         try:
-            launch(self, *arguments, **options)
+            with _disable_current_modes():  # the interpreter's own copies are none of the caller's work
+                launch(self, *arguments, **options)
         finally:
             self.fn = kernel
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import pytest
 import torch
-from oracle import Case
+from oracle import Case, loss_and_grad
+from torch.utils._python_dispatch import TorchDispatchMode
 from triton_support import (
     BIG,
     DEVICE,
@@ -25,6 +29,7 @@ from ocnn_fused.backends.triton import cooperative, kernels, launch
 from ocnn_fused.backends.triton.config import SHIPPED, Config, choose_config, resolve_precision
 from ocnn_fused.backends.triton.model import SPECS, choose_plan, explain, plan_seconds, prefer_single, stages
 from ocnn_fused.backends.triton.tables import supported
+from ocnn_fused.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -56,41 +61,125 @@ def worst_error(weights: list[torch.Tensor], call: Call) -> float:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+class Launches(TorchDispatchMode):
+    """Counts what a call launches: Triton's kernels by name, and torch's own, which are all ops that write memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        allocates = func.overloadpacket in (torch.ops.aten.empty, torch.ops.aten.empty_strided)
+        writes = not allocates and not func.is_view and func.overloadpacket is not torch.ops.aten.detach
+        self.names[func.overloadpacket.__name__] += writes
+        return result
+
+
+def launches_of(weights: list[torch.Tensor], plans: list[Plan], with_grad: bool, programs: int | None = None) -> Any:
+    """By name, of one call whose tables are ready."""
+    Call(weights, plans, with_grad, "ieee", BIG)
+    with execution() as scheduler, Launches() as launches:
+        call = Call(weights, plans, with_grad, "ieee", BIG)
+        call.run(programs)
+        call.loss_of_each()
+        call.grads()
+    return +launches.names + scheduler.launches
+
+
 @needs_interpreter
 @pytest.mark.parametrize("copies", [1, 3])
-def test_staged_launches_do_not_grow_with_the_list(copies: int) -> None:
+@pytest.mark.parametrize(
+    ("with_grad", "stages"),
+    [(True, ("evaluate", "gram", "mix", "apply", "gather")), (False, ("evaluate", "gram", "mix"))],
+    ids=["gradient", "loss"],
+)
+def test_staged_launches_do_not_grow_with_the_list(copies: int, with_grad: bool, stages: tuple[str, ...]) -> None:
     weights = [on_device(case) for case, _ in LAYERS] * copies
     plans = [plan_named(*layer) for layer in LAYERS] * copies
-    with execution() as scheduler:
-        Call(weights, plans, True, "ieee", BIG).run()
-    names = ("evaluate", "gram", "mix", "apply", "gather", "reduce")
-    assert scheduler.launches == {f"{name}_kernel": 1 for name in names}
+    assert launches_of(weights, plans, with_grad) == {f"{name}_kernel": 1 for name in stages}
 
 
 @needs_interpreter
-def test_loss_alone_takes_three_stages_and_the_reduction() -> None:
-    with execution() as scheduler:
-        mixed_call(with_grad=False)[1].run()
-    assert scheduler.launches == {f"{name}_kernel": 1 for name in ("evaluate", "gram", "mix", "reduce")}
-
-
-@needs_interpreter
-def test_stages_without_work_are_not_launched() -> None:
+@pytest.mark.parametrize(("with_grad", "stages"), [(True, ("gram", "apply")), (False, ("gram",))])
+def test_stages_without_work_are_not_launched(with_grad: bool, stages: tuple[str, ...]) -> None:
+    """Without evaluate there is nobody to clear the counters but a memset."""
     case = Case((8, 16))
-    with execution() as scheduler:
-        Call([on_device(case)], [plan_named(case, "gram/row")], True, "ieee", BIG).run()
-    assert scheduler.launches == {f"{name}_kernel": 1 for name in ("gram", "apply", "reduce")}
+    launches = launches_of([on_device(case)], [plan_named(case, "gram/row")], with_grad)
+    assert launches == {"zero_": 1, **{f"{name}_kernel": 1 for name in stages}}
 
 
 @needs_interpreter
 @pytest.mark.parametrize("with_grad", [True, False])
-def test_the_single_kernel_is_one_launch(with_grad: bool) -> None:
-    weights, call = mixed_call(with_grad)
-    with execution() as scheduler:
+def test_the_single_kernel_is_one_launch_and_a_memset(with_grad: bool) -> None:
+    weights = [on_device(case) for case, _ in LAYERS]
+    plans = [plan_named(*layer) for layer in LAYERS]
+    assert launches_of(weights, plans, with_grad, programs=1) == {"single_kernel": 1, "zeros": 1}
+
+
+@needs_interpreter
+def test_single_kernel_in_one_program() -> None:
+    weights, call = mixed_call()
+    with execution():
         call.run(1)
-    assert scheduler.launches == {"single_kernel": 1}
-    if with_grad:
-        assert worst_error(weights, call) <= TOLERANCE
+    assert worst_error(weights, call) <= TOLERANCE
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The reduction of the loss, by the program that finishes last
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@needs_interpreter
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_losses_have_the_same_bits_whoever_finishes_last(with_grad: bool) -> None:
+    weights, sequential = mixed_call(with_grad, EDGES)
+    with execution():
+        sequential.run()
+    for seed in range(4):
+        _, call = mixed_call(with_grad, EDGES)
+        with execution("interleaved", seed):
+            call.run()
+        assert torch.equal(call.losses, sequential.losses)
+    for loss, weight, (case, _) in zip(sequential.losses, weights, LAYERS, strict=True):
+        expected, _ = loss_and_grad(weight.cpu(), case)
+        assert abs(loss.item() - expected) <= TOLERANCE * max(1.0, expected)
+
+
+@triton.jit
+def arrive_without_atomics(counter):
+    arrived = tl.load(counter)
+    tl.store(counter, arrived + 1)
+    return arrived
+
+
+@triton.jit
+def arrive_one_early(counter):
+    return tl.atomic_add(counter, 1) + 1
+
+
+@triton.jit
+def never_cleared(arrivals, count, LANES):
+    pass
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("arrive", arrive_without_atomics),
+        ("arrive", arrive_one_early),
+        ("clear_arrivals", never_cleared),
+    ],
+    ids=["lost arrivals", "reduced too early", "counters not cleared"],
+)
+def test_a_wrong_reduction_is_seen(name: str, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss is then not written at all, or sums what is not written yet; both are NaN here."""
+    monkeypatch.setattr(kernels, name, fault)
+    _, call = mixed_call(with_grad=False, config=EDGES)
+    with execution("interleaved", 1):
+        call.run()
+    assert call.losses.isnan().any()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

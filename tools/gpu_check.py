@@ -5,7 +5,8 @@
 
 For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, the matrix
 instruction where the precision promises one, and as many of them as the tile needs multiply-adds. Exits non-zero if
-anything is wrong. Nothing is executed: this shows what the GPU would run, not how fast.
+anything is wrong. Nothing is executed: this shows what the GPU would run, not how fast. Takes about five minutes on two
+cores.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from math import prod
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
@@ -35,6 +37,7 @@ from triton.compiler import ASTSource
 
 from ocnn_fused.backends.triton import kernels
 from ocnn_fused.backends.triton.config import (
+    ELEMENTWISE_STAGES,
     ELEMENTWISE_WARPS,
     MOST_REGISTERS,
     SHIPPED,
@@ -53,6 +56,7 @@ class Target:
     name: str
     shared_bytes: int
     matrix: str  # regular expression
+    peels: bool = False  # iterations are taken out of loops, so that instructions occur more often than in the source
 
     @property
     def is_nvidia(self) -> bool:
@@ -72,10 +76,10 @@ TARGETS = {
         Target("sm_86", 99 << 10, r"HMMA"),
         Target("sm_89", 99 << 10, r"HMMA"),
         Target("sm_90", 227 << 10, r"HGMMA|HMMA"),
-        Target("sm_100", 227 << 10, r"UTCHMMA|UTC\w*MMA"),
+        Target("sm_100", 227 << 10, r"UTC\w*MMA", peels=True),
         Target("sm_120", 99 << 10, r"HMMA"),
-        Target("gfx90a", 64 << 10, r"v_mfma\w+"),
-        Target("gfx942", 64 << 10, r"v_mfma\w+"),
+        Target("gfx90a", 64 << 10, r"v_mfma\w+", peels=True),
+        Target("gfx942", 64 << 10, r"v_mfma\w+", peels=True),
     )
 }
 
@@ -101,6 +105,10 @@ class Job:
     @property
     def warps(self) -> int:
         return self.config.warps if self.is_product else ELEMENTWISE_WARPS
+
+    @property
+    def stages(self) -> int:
+        return self.config.stages if self.is_product else ELEMENTWISE_STAGES
 
     @property
     def constants(self) -> dict[str, object]:
@@ -142,7 +150,7 @@ class Outcome:
 
 
 def jobs(targets: Sequence[str]) -> Iterator[Job]:
-    """Every kernel that can be launched without asking for a configuration."""
+    """Every kernel that can be launched without asking for a configuration, each once."""
     for target in targets:
         shipped = SHIPPED if TARGETS[target].is_nvidia else SHIPPED_AMD
         for precision, configs in shipped.items():
@@ -151,7 +159,7 @@ def jobs(targets: Sequence[str]) -> Iterator[Job]:
                 yield Job("gram", precision, config, target)
                 yield Job("apply", precision, config, target)
         default = shipped["ieee"][0]
-        yield from (Job(kernel, "ieee", default, target) for kernel in ("evaluate", "mix", "gather", "reduce"))
+        yield from (Job(kernel, "ieee", default, target) for kernel in ("evaluate", "mix", "gather"))
         yield Job("evaluate", "bf16", default, target)
 
 
@@ -163,7 +171,7 @@ def compile_job(job: Job) -> triton.compiler.CompiledKernel:
         if name in _POINTERS:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": job.warps, "num_stages": job.config.stages, "enable_fp_fusion": True}
+    options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": True}
     if job.is_product and TARGETS[job.target].is_nvidia:
         options["maxnreg"] = MOST_REGISTERS
     if job.kernel == "single":
@@ -187,7 +195,7 @@ def check(job: Job) -> Outcome:
     if outcome.shared > target.shared_bytes:
         outcome.problems.append(f"{outcome.shared} bytes of shared memory, limit {target.shared_bytes}")
     if job.wants_matrix_instructions:
-        _check_matrix_instructions(outcome)
+        _check_matrix_instructions(outcome, compiled)
     return outcome
 
 
@@ -195,18 +203,19 @@ def check(job: Job) -> Outcome:
 _PRODUCT_LOOPS = {"gram": 2, "apply": 3, "single": 5}
 
 
-def _multiply_adds(instruction: str) -> int | None:
-    """Of one warp (or wave) in one matrix instruction; None where its name does not say the shape."""
-    if match := re.match(r"HMMA\.(16)(8)(8|16)\b", instruction):
-        return int(match[1]) * int(match[2]) * int(match[3])
-    if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", instruction):
-        return int(match[1]) * int(match[2]) * int(match[3]) // 4  # of a group of four warps
-    if match := re.match(r"v_mfma_f32_(\d+)x(\d+)x(\d+)", instruction):
-        return int(match[1]) * int(match[2]) * int(match[3])
-    return None
+def _multiply_adds(instruction: str, job: Job, compiled: triton.compiler.CompiledKernel) -> int:
+    """Of a whole program, if each of its warps (or waves) meets the instruction once; zero for an unknown name."""
+    if match := re.match(r"(?:HMMA\.(16)(8)(8|16)\b|v_mfma_f32_(\d+)x(\d+)x(\d+))", instruction):
+        return job.warps * prod(int(side) for side in match.groups() if side)
+    if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", instruction):  # of a group of four warps
+        return job.warps * prod(map(int, match.groups())) // 4
+    if instruction.startswith("UTCHMMA"):  # of all warps; its shape is in a descriptor, its depth 32 bytes
+        sides = re.search(r"tensor_memory_encoding<blockM = (\d+), blockN = (\d+)", compiled.asm["ttgir"])
+        return prod(map(int, sides.groups())) * (16 if job.precision == "bf16" else 8) if sides else 0
+    return 0
 
 
-def _check_matrix_instructions(outcome: Outcome) -> None:
+def _check_matrix_instructions(outcome: Outcome, compiled: triton.compiler.CompiledKernel) -> None:
     """One step of a tile is ``block * block * depth`` multiply-adds: the instructions must add up to whole steps.
 
     As many as the source has loops, where the compiler keeps a loop in one piece; more, where it peels iterations off.
@@ -216,15 +225,11 @@ def _check_matrix_instructions(outcome: Outcome) -> None:
     if not outcome.matrix:
         outcome.problems.append("no matrix instruction")
         return
-    counted = [(count, _multiply_adds(name)) for name, count in outcome.matrix.items()]
-    if any(work is None for _, work in counted):
-        return
     step = job.config.block**2 * job.config.depth * (3 if job.precision == "tf32x3" else 1)
-    total = job.warps * sum(count * work for count, work in counted)  # type: ignore[operator]
-    outcome.steps = total / step
-    peels = not TARGETS[job.target].is_nvidia
+    outcome.steps = sum(count * _multiply_adds(name, job, compiled) for name, count in outcome.matrix.items()) / step
     loops = _PRODUCT_LOOPS[job.kernel]
-    if outcome.steps != loops and not (peels and outcome.steps > loops and outcome.steps == int(outcome.steps)):
+    peeled = TARGETS[job.target].peels and outcome.steps > loops and outcome.steps == int(outcome.steps)
+    if outcome.steps != loops and not peeled:
         outcome.problems.append(f"matrix instructions of {outcome.steps:g} tile steps, expected {loops}")
 
 
@@ -281,6 +286,27 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines) + "\n"
 
 
+#: Slowest first, so that no process is left with a long compilation at the end.
+_SLOWEST_FIRST = ("single", "apply", "gram", "mix", "gather", "evaluate")
+
+
+def run(todo: Sequence[Job], processes: int) -> list[Outcome]:
+    """The outcomes in the order of the jobs, with a line of progress for each."""
+    outcomes: dict[Job, Outcome] = {}
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        order = sorted(todo, key=lambda job: _SLOWEST_FIRST.index(job.kernel))
+        for future in as_completed([pool.submit(check, job) for job in order]):
+            outcome = future.result()
+            job = outcome.job
+            outcomes[job] = outcome
+            print(
+                f"[{len(outcomes):>3}/{len(todo)}] {job.target} {job.kernel} {job.precision} {job.config.block}: "
+                f"{'; '.join(outcome.problems) or 'ok'} ({outcome.seconds:.1f} s)",
+                flush=True,
+            )
+    return [outcomes[job] for job in todo]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
@@ -290,13 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     todo = [job for job in jobs(options.targets) if not options.kernels or job.kernel in options.kernels]
     start = perf_counter()
-    outcomes = []
-    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
-        for outcome in pool.map(check, todo):
-            outcomes.append(outcome)
-            job = outcome.job
-            verdict = "; ".join(outcome.problems) or "ok"
-            print(f"{job.target} {job.kernel} {job.precision} {job.config.block}: {verdict}", flush=True)
+    outcomes = run(todo, options.processes)
     text = table(outcomes)
     print(f"\n{text}\n{len(todo)} kernels in {perf_counter() - start:.0f} s")
     if options.out:

@@ -1,4 +1,4 @@
-"""The Triton backend: all weights of a call in one launch, or in at most six, on NVIDIA and AMD GPUs.
+"""The Triton backend: all weights of a call in one launch, or in at most five, on NVIDIA and AMD GPUs.
 
 Importable without triton, which is an extra of the package: :func:`unavailable_reason` says what is missing.
 """

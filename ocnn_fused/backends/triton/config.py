@@ -58,8 +58,8 @@ SHIPPED_AMD: dict[str, tuple[Config, ...]] = {
 #: programs per multiprocessor and spill for it.
 MOST_REGISTERS = 255
 
-#: Warps of the stages that are no products; their tiles hold 4096 values.
-ELEMENTWISE_WARPS = 4
+#: Of the stages that are no products, whatever the tiles of the products; their own tiles hold 4096 values.
+ELEMENTWISE_WARPS, ELEMENTWISE_STAGES = 4, 3
 
 
 def resolve_precision(precision: str | None) -> Precision:
@@ -77,8 +77,8 @@ def check_launch(launch: str) -> None:
 
 
 def single_config(configs: tuple[Config, ...]) -> Config:
-    """The smallest tiles, buffered twice: the single kernel is for little work and has no registers to spare."""
-    return replace(configs[0], stages=2)
+    """The smallest tiles, shallow and buffered twice: the single kernel has little work and no registers to spare."""
+    return replace(configs[0], depth=16, stages=2)
 
 
 def choose_config(configs: tuple[Config, ...], large_tiles: int, multiprocessors: int) -> Config:

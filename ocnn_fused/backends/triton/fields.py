@@ -71,6 +71,7 @@ class OutputRow(NamedTuple):
     """One output of one group, for gram: ``X = sum of V V'^T`` over the products ``[first, last)``."""
 
     kind: int
+    weight: int  # whose loss it belongs to
     output_bytes: int
     row_stride: int
     side: int
@@ -81,7 +82,7 @@ class OutputRow(NamedTuple):
 
 
 (
-    O_KIND, O_OUTPUT_BYTES, O_ROW_STRIDE, O_SIDE, O_FIRST, O_LAST, O_TRANSPOSED, O_SYMMETRIC,
+    O_KIND, O_WEIGHT, O_OUTPUT_BYTES, O_ROW_STRIDE, O_SIDE, O_FIRST, O_LAST, O_TRANSPOSED, O_SYMMETRIC,
 ) = map(tl.constexpr, range(len(OutputRow._fields)))  # fmt: skip
 
 
@@ -103,6 +104,7 @@ class ProductRow(NamedTuple):
 class MixRow(NamedTuple):
     """All outputs of one group, for mix, in place."""
 
+    weight: int  # whose loss it belongs to
     outputs_bytes: int
     output_stride: int
     row_stride: int
@@ -113,9 +115,9 @@ class MixRow(NamedTuple):
     matrices: int  # index in the constants: symmetric, antisymmetric and half their adjoints, each column by column
 
 
-(M_OUTPUTS_BYTES, M_OUTPUT_STRIDE, M_ROW_STRIDE, M_SIDE, M_OUTPUTS, M_LAGS, M_SIZE, M_MATRICES) = map(
-    tl.constexpr, range(len(MixRow._fields))
-)
+(
+    M_WEIGHT, M_OUTPUTS_BYTES, M_OUTPUT_STRIDE, M_ROW_STRIDE, M_SIDE, M_OUTPUTS, M_LAGS, M_SIZE, M_MATRICES,
+) = map(tl.constexpr, range(len(MixRow._fields)))  # fmt: skip
 
 
 class GradientRow(NamedTuple):
@@ -157,7 +159,7 @@ class TermRow(NamedTuple):
 
 
 class SmallRow(NamedTuple):
-    """A weight of tiny groups, one thread per entry: first entry is the kind, as in OutputRow and GradientRow.
+    """A weight of tiny groups, one thread per entry. Begins like OutputRow; GradientRow too begins with its kind.
 
     ``pairs`` lists, per lag, begin and end of its (left, right) tap offsets; ``terms``, per tap, begin and end of its
     (tap offset, output, transposed) triples and the offset of the tap in the gradient.
@@ -186,7 +188,7 @@ class SmallRow(NamedTuple):
 
 
 class LossRow(NamedTuple):
-    """One weight, for the reduction: its partial losses ``[first, last)`` and the constant of the column side."""
+    """One weight's loss: the slots of its partial sums ``[first, last)``, one per tile, and the constant of its side."""
 
     first: int
     last: int

@@ -86,6 +86,21 @@ def block_position(block, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def block_sizes(block):
+    """What both evaluate and gather need of a block's row."""
+    return (
+        tl.load(block + fields.B_ROWS),
+        tl.load(block + fields.B_CHANNELS),
+        tl.load(block + fields.B_PLANES),
+        tl.load(block + fields.B_TAPS),
+        tl.load(block + fields.B_PADDED_TAPS),
+        tl.load(block + fields.B_IDENTITY),
+        tl.load(block + fields.B_DTYPE),
+        tl.load(block + fields.B_PLANE_STRIDE),
+    )
+
+
+@triton.jit
 def plane_offsets(block, group, residue, row, channel):
     """Where ``(row, channel)`` of a residue lies within a plane; shape (ROWS, COLUMNS)."""
     column = residue * tl.load(block + fields.B_CHANNELS) + channel
@@ -106,14 +121,7 @@ def evaluate_tile(
     """
     block = table + tl.load(tile + fields.I_ROW)
     group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
-    rows = tl.load(block + fields.B_ROWS)
-    channels = tl.load(block + fields.B_CHANNELS)
-    planes = tl.load(block + fields.B_PLANES)
-    taps = tl.load(block + fields.B_TAPS)
-    padded_taps = tl.load(block + fields.B_PADDED_TAPS)
-    identity = tl.load(block + fields.B_IDENTITY)
-    dtype = tl.load(block + fields.B_DTYPE)
-    plane_stride = tl.load(block + fields.B_PLANE_STRIDE)
+    rows, channels, planes, taps, padded_taps, identity, dtype, plane_stride = block_sizes(block)
     matrix = constants + tl.load(block + fields.B_MATRIX)
     tap_offsets = table + tl.load(block + fields.B_TAP_OFFSETS) + residue * padded_taps
     weight = resolve(tl.load(block + fields.B_WEIGHT), 0, weights, workspace)
@@ -154,19 +162,13 @@ def gather_tile(table, constants, tile, workspace, grads, ROWS: tl.constexpr, CO
     """``dK[i, c, source[r, m]] = sum_p E[p, m] G_p[i, (r, c)]``: the transpose of evaluate."""
     block = table + tl.load(tile + fields.I_ROW)
     group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
-    rows = tl.load(block + fields.B_ROWS)
-    planes = tl.load(block + fields.B_PLANES)
-    taps = tl.load(block + fields.B_TAPS)
-    padded_taps = tl.load(block + fields.B_PADDED_TAPS)
-    identity = tl.load(block + fields.B_IDENTITY)
-    dtype = tl.load(block + fields.B_DTYPE)
-    plane_stride = tl.load(block + fields.B_PLANE_STRIDE)
+    rows, channels, planes, taps, padded_taps, identity, dtype, plane_stride = block_sizes(block)
     matrix = constants + tl.load(block + fields.B_MATRIX)
     tap_offsets = table + tl.load(block + fields.B_GRAD_TAP_OFFSETS) + residue * padded_taps
     source = (workspace.to(tl.int64) + tl.load(block + fields.B_GRADIENTS_BYTES)).to(tl.pointer_type(tl.float32))
     grad = grads.to(tl.int64) + tl.load(block + fields.B_GRAD_BYTES)
 
-    inside = (row < rows)[:, None] & (channel < tl.load(block + fields.B_CHANNELS))[None, :]
+    inside = (row < rows)[:, None] & (channel < channels)[None, :]
     elements = (group * rows + row)[:, None] * tl.load(block + fields.B_GRAD_ROW_STRIDE)
     elements += channel[None, :] * tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
     offsets = plane_offsets(block, group, residue, row, channel)
@@ -543,17 +545,47 @@ def reduce_loss(table, loss_rows, index, partials, losses, LANES: tl.constexpr):
     tl.store(losses + index, tl.where(loss < 0, 0.0, loss).to(tl.float32))
 
 
+@triton.jit
+def clear_arrivals(arrivals, count, LANES: tl.constexpr):
+    """No tile of any weight has arrived yet."""
+    lane = tl.arange(0, LANES)
+    for start in range(0, count, LANES):
+        tl.store(arrivals + start + lane, tl.zeros((LANES,), tl.int32), mask=start + lane < count)
+
+
+@triton.jit
+def arrive(counter):
+    """How many arrived before; whoever arrives later sees what was written before."""
+    tl.debug_barrier()
+    return tl.atomic_add(counter, 1, sem="acq_rel")
+
+
+@triton.jit
+def finish_loss(table, loss_rows, index, arrivals, partials, losses, LANES: tl.constexpr):
+    """Called after each tile of a weight: the program that finishes the last one reduces the weight's loss.
+
+    Which one that is may change from run to run, the order of the sum does not.
+    """
+    row = table + loss_rows + index * fields.LOSS_SIZE
+    tiles = tl.load(row + fields.L_LAST) - tl.load(row + fields.L_FIRST)
+    if arrive(arrivals + index) == tiles - 1:
+        reduce_loss(table, loss_rows, index, partials, losses, LANES)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Staged kernels: one work item per program
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def evaluate_kernel(
-    table, constants, tiles, weights, workspace, PLANE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    table, constants, tiles, weights, workspace, arrivals, count,
+    PLANE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
     evaluate_tile(table, constants, tile, weights, workspace, PLANE, ROWS, COLUMNS)
+    if tl.program_id(0) == 0:
+        clear_arrivals(arrivals, count, COLUMNS)
 
 
 @triton.jit
@@ -567,19 +599,26 @@ def gram_any(
         gram_tile(table, tile, weights, workspace, partials, with_grad, PLANE, PRECISION, BLOCK, DEPTH)
 
 
-@triton.jit(do_not_specialize=["with_grad"])
+@triton.jit(do_not_specialize=["loss_rows", "with_grad"])
 def gram_kernel(
-    table, tiles, weights, workspace, partials, with_grad,
+    table, tiles, weights, workspace, partials, arrivals, losses, loss_rows, with_grad,
     PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
     gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+    row = table + tl.load(tile + fields.I_ROW)
+    if tl.load(row + fields.O_KIND) != fields.STORE:
+        finish_loss(table, loss_rows, tl.load(row + fields.O_WEIGHT), arrivals, partials, losses, LANES)
 
 
-@triton.jit(do_not_specialize=["with_grad"])
-def mix_kernel(table, constants, tiles, workspace, partials, with_grad):
+@triton.jit(do_not_specialize=["loss_rows", "with_grad"])
+def mix_kernel(
+    table, constants, tiles, workspace, partials, arrivals, losses, loss_rows, with_grad, LANES: tl.constexpr
+):
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
     mix_tile(table, constants, tile, workspace, partials, with_grad)
+    weight = tl.load(table + tl.load(tile + fields.I_ROW) + fields.M_WEIGHT)
+    finish_loss(table, loss_rows, weight, arrivals, partials, losses, LANES)
 
 
 @triton.jit
@@ -606,11 +645,6 @@ def apply_kernel(
 def gather_kernel(table, constants, tiles, workspace, grads, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
     gather_tile(table, constants, tile, workspace, grads, ROWS, COLUMNS)
-
-
-@triton.jit(do_not_specialize=["loss_rows"])
-def reduce_kernel(table, partials, losses, loss_rows, LANES: tl.constexpr):
-    reduce_loss(table, loss_rows, tl.program_id(0), partials, losses, LANES)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Runs the kernels: tables from the cache, one workspace, and one launch or at most six."""
+"""Runs the kernels: tables from the cache, one workspace, and one launch or at most five."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...plan import Plan
 from . import kernels
-from .config import ELEMENTWISE_WARPS, MOST_REGISTERS, Config
+from .config import ELEMENTWISE_STAGES, ELEMENTWISE_WARPS, MOST_REGISTERS, Config
 from .tables import Layout, Tables, build_tables
 
 #: Bounds of the caches: a model has a few lists of weights, and tables are at most a few megabytes.
@@ -108,7 +108,7 @@ class Call:
         self.elements = {"ROWS": config.rows, "COLUMNS": config.columns}
         # A product and its sum are rounded once; without this the default would depend on the version of Triton.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
-        self.elementwise = {**self.options, "num_warps": ELEMENTWISE_WARPS}
+        self.elementwise = {**self.options, "num_warps": ELEMENTWISE_WARPS, "num_stages": ELEMENTWISE_STAGES}
         if torch.version.hip is None:
             self.options["maxnreg"] = MOST_REGISTERS
 
@@ -136,6 +136,10 @@ class Call:
 
     def run_staged(self) -> None:
         t, workspace, grads = self.tables, self.workspace, self.grads_buffer
+        # Counts the tiles of each weight that are done. Cleared by the first launch where another one precedes gram.
+        arrivals = torch.empty(t.count, dtype=torch.int32, device=self.device)
+        loss = (self.partials, arrivals, self.losses, t.loss_rows, int(self.with_grad))
+        lanes = {"LANES": self.config.lanes}
         if tiles := self._tiles("evaluate"):
             kernels.evaluate_kernel[(tiles[0],)](
                 t.table,
@@ -143,24 +147,21 @@ class Call:
                 tiles[1],
                 self.weights,
                 workspace,
+                arrivals,
+                t.count,
                 **self.plane,
                 **self.elements,
                 **self.elementwise,
             )
+        else:
+            arrivals.zero_()
         if tiles := self._tiles("gram"):
             kernels.gram_kernel[(tiles[0],)](
-                t.table,
-                tiles[1],
-                self.weights,
-                workspace,
-                self.partials,
-                int(self.with_grad),
-                **self.product,
-                **self.options,
+                t.table, tiles[1], self.weights, workspace, *loss, **self.product, **self.options
             )
         if tiles := self._tiles("mix"):
             kernels.mix_kernel[(tiles[0],)](
-                t.table, t.constants, tiles[1], workspace, self.partials, int(self.with_grad), **self.elementwise
+                t.table, t.constants, tiles[1], workspace, *loss, **lanes, **self.elementwise
             )
         if self.with_grad and (tiles := self._tiles("apply")):
             kernels.apply_kernel[(tiles[0],)](
@@ -170,9 +171,6 @@ class Call:
             kernels.gather_kernel[(tiles[0],)](
                 t.table, t.constants, tiles[1], workspace, grads, **self.elements, **self.elementwise
             )
-        kernels.reduce_kernel[(t.count,)](
-            t.table, self.partials, self.losses, t.loss_rows, LANES=self.config.lanes, **self.elementwise
-        )
 
     def _tiles(self, stage: str) -> tuple[int, Tensor] | None:
         begin, end = self.tables.stage(stage)

@@ -210,8 +210,8 @@ def explain(plan: Plan, device: torch.device | str, precision: str = "tf32") -> 
     return "\n".join(lines)
 
 
-#: Launches that the single kernel saves: five of at most six.
-SAVED_LAUNCHES = 5
+#: Launches that the single kernel saves: four of at most five.
+SAVED_LAUNCHES = 4
 #: Barriers that it adds.
 ADDED_BARRIERS = 4
 #: What it loses otherwise, as a share of the work: all stages run with the resources of the greediest.

@@ -249,9 +249,9 @@ class _Builder:
             stored, stored_gradients = self.add_block(index, layout, grad_layout, plan, block)
             planes.append(stored)
             gradients.append(stored_gradients)
-        self.add_outputs(plan, planes, outputs, stride)
+        self.add_outputs(index, plan, planes, outputs, stride)
         if not plan.is_diagonal:
-            self.add_mix(plan, outputs, stride)
+            self.add_mix(index, plan, outputs, stride)
         self.add_gradients(plan, planes, gradients, outputs, stride, layout)
 
     def add_block(
@@ -344,7 +344,7 @@ class _Builder:
             self.write(row + [_ABSENT] * (padded_taps - len(row)))
         return index
 
-    def add_outputs(self, plan: Plan, planes: Sequence[Planes], outputs: int, stride: int) -> None:
+    def add_outputs(self, weight: int, plan: Plan, planes: Sequence[Planes], outputs: int, stride: int) -> None:
         side, config = plan.work_rows, self.config
         by_output: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.outputs)]
         for block, left, right, out in plan.products:
@@ -368,6 +368,7 @@ class _Builder:
                     )
                 row = OutputRow(
                     kind=kind.value,
+                    weight=weight,
                     output_bytes=outputs + 4 * (out * plan.groups + group) * side * stride,
                     row_stride=stride,
                     side=side,
@@ -381,7 +382,7 @@ class _Builder:
                 self.multiply_adds += cost * len(tiles)
                 self.schedule("gram", cost, tiles, with_loss=plan.is_diagonal)
 
-    def add_mix(self, plan: Plan, outputs: int, stride: int) -> None:
+    def add_mix(self, weight: int, plan: Plan, outputs: int, stride: int) -> None:
         side = plan.work_rows
         if len(plan.lags) > plan.outputs:
             raise ValueError(f"{plan!r} has more lags than outputs: the residuals would not fit in their place")
@@ -395,6 +396,7 @@ class _Builder:
             for row in _padded(tuple(zip(*matrix, strict=True)), size)
         )
         row = MixRow(
+            weight=weight,
             outputs_bytes=outputs,
             output_stride=plan.groups * side * stride,
             row_stride=stride,
