@@ -13,8 +13,10 @@ from shapes import Layer
 from steps import Settings
 from torch import Tensor
 
-from ocnn_fused.backends import choose
+from ocnn_fused.backends import BACKENDS, choose
 from ocnn_fused.backends.lowering import batches
+from ocnn_fused.backends.triton.config import resolve_precision
+from ocnn_fused.backends.triton.model import choose_plan, spec_of
 from ocnn_fused.ops import plan_for
 from ocnn_fused.plan import Plan, Run
 
@@ -23,11 +25,15 @@ Product = tuple[Tensor, Tensor, Tensor]  # left, right, out
 
 def plan_of(layer: Layer, settings: Settings) -> Plan:
     """The plan that the fused call chooses for this layer."""
-    axes, backend = len(layer.shape) - 2, choose(torch.device(settings.device))
-    every_lag = [-1] * axes
-    return plan_for(
+    axes, device = len(layer.shape) - 2, torch.device(settings.device)
+    every_lag, backend = [-1] * axes, choose(device)
+    plan = plan_for(
         layer.shape, [layer.stride] * axes, [layer.dilation] * axes, every_lag, layer.groups, "auto", backend
     )
+    if backend is BACKENDS["triton"]:  # which chooses again, when it knows the device
+        spec = spec_of(device)
+        plan = choose_plan(plan, spec, spec.native_precision(resolve_precision(None)))
+    return plan
 
 
 def _run_products(plan: Plan, run: Run, gradient: bool, make: Callable[..., Tensor]) -> list[Product]:

@@ -5,6 +5,7 @@ Run it as one of::
     python benchmarks/compare.py                          the shapes with targets, then ResNet-34
     python benchmarks/compare.py --network vgg16 dcgan    these networks
     python benchmarks/compare.py --network all --quick    everything, roughly
+    python benchmarks/compare.py --device cuda            on a GPU, eager and as CUDA graphs
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from bound import plan_of, products_of, run_products
 from memory import peak_extra_bytes
 from report import LEGEND, Result, Section, Sum, draw, machine, text, verdict, write_csv, write_markdown
 from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer
-from steps import DTYPES, IMPLEMENTATIONS, Settings, WrongResultError, check_step, expand, make_weights, run_step
-from timing import Disturbance, Effort, Timer, interleave, make_timer
+from steps import DTYPES, IMPLEMENTATIONS, PRECISIONS, Settings, WrongResultError, check_step, expand, make_weights, run_step
+from timing import EAGER, Disturbance, Effort, Timer, interleave, make_timer
 from tqdm import tqdm
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -32,27 +33,30 @@ NETWORK_ROUNDS = 3
 
 
 class Comparison:
-    """Measures layers and networks under one set of settings; a layer that occurs twice is measured once."""
+    """Measures layers and networks under one set of settings, each once and in all modes of the timer together."""
 
     def __init__(self, settings: Settings, effort: Effort, timer: Timer, with_memory: bool) -> None:
         self.settings = settings
         self.effort = effort
         self.timer = timer
         self.with_memory = with_memory
-        self._layers: dict[tuple[object, ...], Result] = {}
+        self._measured: dict[object, dict[str, Result]] = {}
 
-    def layer(self, layer: Layer) -> Result:
+    def layer(self, layer: Layer, mode: str = EAGER) -> Result:
         """One layer on its own."""
-        if layer.geometry not in self._layers:
-            self._layers[layer.geometry] = self._measure(layer.label, [replace(layer, count=1)], self.effort)
-        return replace(self._layers[layer.geometry], role=layer.name, count=layer.count)
+        if layer.geometry not in self._measured:
+            self._measured[layer.geometry] = self._measure(layer.label, [replace(layer, count=1)], self.effort)
+        return replace(self._measured[layer.geometry][mode], role=layer.name, count=layer.count)
 
-    def network(self, name: str) -> Result:
+    def network(self, name: str, mode: str = EAGER) -> Result:
         """All layers of a network in one call, against a loop of references."""
-        effort = replace(self.effort, min_rounds=min(self.effort.min_rounds, NETWORK_ROUNDS))
-        return self._measure(f"{name}: one call", NETWORKS[name], effort)
+        if name not in self._measured:
+            effort = replace(self.effort, min_rounds=min(self.effort.min_rounds, NETWORK_ROUNDS))
+            self._measured[name] = self._measure(f"{name}: one call", NETWORKS[name], effort)
+        return self._measured[name][mode]
 
-    def _measure(self, name: str, layers: Sequence[Layer], effort: Effort) -> Result:
+    def _measure(self, name: str, layers: Sequence[Layer], effort: Effort) -> dict[str, Result]:
+        """By mode."""
         every, gradient = expand(layers), self.settings.gradient
         weights = make_weights(every, self.settings)
         check_step(weights, every, gradient)
@@ -63,13 +67,24 @@ class Comparison:
         if products := products_of(layers, self.settings):
             contestants["bound"] = partial(run_products, products)
             run_products(products)
+        prepared = {
+            (mode, contestant): self.timer.prepare(call, mode)
+            for mode in self.timer.modes
+            for contestant, call in contestants.items()
+        }
         disturbance = Disturbance()
-        samples = interleave(contestants, self.timer, effort)
+        samples = interleave(prepared, self.timer, effort)
         disturbed = disturbance.share
         measured = IMPLEMENTATIONS if self.with_memory else ()
         memory = {which: peak_extra_bytes(which, layers, self.settings) for which in measured}
         plans = {plan_of(layer, self.settings).name for layer in layers}
-        return Result(name, name, 1, plans.pop() if len(plans) == 1 else "mixed", samples, memory, disturbed)
+        plan = plans.pop() if len(plans) == 1 else "mixed"
+        return {
+            mode: Result(
+                name, name, 1, plan, {which: samples[mode, which] for which in contestants}, memory, disturbed
+            )
+            for mode in self.timer.modes
+        }
 
 
 class Progress:
@@ -89,24 +104,28 @@ class Progress:
         self._bar.close()
 
 
-def target_section(comparison: Comparison, progress: Progress) -> Section:
+def _title(title: str, mode: str) -> str:
+    return title if mode == EAGER else f"{title}, {mode}"
+
+
+def target_section(comparison: Comparison, mode: str, progress: Progress) -> Section:
     """The single shapes, with their targets where these apply."""
-    section = Section("Single shapes with targets")
+    section = Section(_title("Single shapes with targets", mode))
     for target in TARGETS:
-        result = progress(target.layer.label, partial(comparison.layer, target.layer))
+        result = progress(target.layer.label, partial(comparison.layer, target.layer, mode))
         if targets_apply(comparison.settings):
             result = replace(result, target_ratio=target.ratio, target_share=target.share)
         section.results.append(result)
     return section
 
 
-def network_section(name: str, comparison: Comparison, progress: Progress) -> Section:
+def network_section(name: str, comparison: Comparison, mode: str, progress: Progress) -> Section:
     """Every distinct layer of a network, their sum, and the network in one call."""
     layers = NETWORKS[name]
-    section = Section(f"{name}: {sum(layer.count for layer in layers)} convolutions")
-    section.results = [progress(layer.label, partial(comparison.layer, layer)) for layer in layers]
+    section = Section(_title(f"{name}: {sum(layer.count for layer in layers)} convolutions", mode))
+    section.results = [progress(layer.label, partial(comparison.layer, layer, mode)) for layer in layers]
     section.sum = Sum.of(name, section.results)
-    section.network = progress(name, partial(comparison.network, name))
+    section.network = progress(name, partial(comparison.network, name, mode))
     if targets_apply(comparison.settings):
         section.network = replace(section.network, target_ratio=NETWORK_RATIOS.get(name))
     return section
@@ -134,7 +153,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--loss-only", action="store_true", help="measure the loss without its gradient")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
-    parser.add_argument("--device", default="cpu", help="device of the weights (default: cpu)")
+    parser.add_argument("--device", default="cpu", help="device of the weights, cpu or cuda (default: cpu)")
+    parser.add_argument(
+        "--precision", choices=PRECISIONS, default="highest", help="torch's float32 matmul precision (default: highest)"
+    )
     parser.add_argument("--seconds", type=float, default=4.0, help="time for the rounds of one row (default: 4)")
     parser.add_argument("--repeats", type=int, help="exact number of rounds per row instead of --seconds")
     parser.add_argument("--quick", action="store_true", help="two rounds per row at least, half a second, no memory")
@@ -158,10 +180,13 @@ def measure(options: argparse.Namespace, settings: Settings, timer: Timer) -> li
     with_memory = not (options.no_memory or options.quick)
     comparison = Comparison(settings, effort_of(options), timer, with_memory)
     rows = sum(len(NETWORKS[name]) + 1 for name in options.network) + (len(TARGETS) if options.shapes else 0)
-    progress = Progress(rows)
+    progress = Progress(rows * len(timer.modes))
     try:
-        sections = [target_section(comparison, progress)] if options.shapes else []
-        return sections + [network_section(name, comparison, progress) for name in options.network]
+        sections = []
+        for mode in timer.modes:
+            sections += [target_section(comparison, mode, progress)] if options.shapes else []
+            sections += [network_section(name, comparison, mode, progress) for name in options.network]
+        return sections
     finally:
         progress.close()
 
@@ -169,8 +194,10 @@ def measure(options: argparse.Namespace, settings: Settings, timer: Timer) -> li
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write; exits non-zero without reporting anything if a fused result is wrong."""
     options = parse(arguments)
-    settings = Settings(options.device, DTYPES[options.dtype], options.threads, not options.loss_only)
-    torch.set_num_threads(settings.threads)
+    settings = Settings(
+        options.device, DTYPES[options.dtype], options.threads, not options.loss_only, options.precision
+    )
+    settings.apply()
     start = perf_counter()
     try:
         timer = make_timer(settings.device)

@@ -102,14 +102,15 @@ class Section:
 
 def machine(settings: Settings) -> dict[str, str]:
     """Where and how the numbers were measured."""
+    on_cpu = settings.device == "cpu"
     return {
-        "device": settings.device,
+        "device": settings.device if on_cpu else f"{settings.device} ({torch.cuda.get_device_name(settings.device)})",
         "cpu": _cpu_model(),
         "torch": torch.__version__,
         "ocnn_fused": ocnn_fused.__version__,
         "backend": choose(torch.device(settings.device)).__name__.rpartition(".")[2],
         "threads": str(settings.threads),
-        "dtype": settings.dtype_name,
+        "dtype": settings.dtype_name if on_cpu else f"{settings.dtype_name} (precision {settings.precision})",
         "measured": "loss and gradient" if settings.gradient else "loss only",
     }
 
@@ -299,7 +300,8 @@ def draw(path: Path, sections: Sequence[Section], where: dict[str, str]) -> None
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
     axes[-1, 0].set_xlabel("times faster than the reference (dashed: 1x)")
-    setting = f"{where['cpu']}, {where['threads']} threads, {where['dtype']}, torch {where['torch']}"
+    hardware = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
+    setting = f"{hardware}, {where['dtype']}, torch {where['torch']}"
     figure.suptitle(f"Orthogonality loss, {where['measured']}\n{setting}", fontsize=11)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)

@@ -5,8 +5,18 @@ Nothing here asserts a time; each case asserts that the result it timed is right
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
 
+import compare
 import pytest
 import steps
 import torch
@@ -15,7 +25,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from report import Result, Section, verdict
 from shapes import NETWORKS, Layer, wrong_tables
 from steps import IMPLEMENTATIONS, Implementation, Settings, check_step, make_weights, run_step
-from timing import Samples
+from timing import EAGER, GRAPH, CpuTimer, CudaTimer, Effort, Samples, interleave, make_timer
 
 LAYERS = (
     Layer("stem", (64, 3, 7, 7), 2),
@@ -76,3 +86,149 @@ def test_a_missed_target_shows_although_the_layer_also_stands_without_one() -> N
     report = verdict([Section("targets", [replace(plain, target_ratio=3.0)]), Section("network", [plain])])
     assert "1 of 2 rows fall short" in report
     assert "64x64x3x3: 2.00x, target 3x" in report
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The timer of a GPU, on a GPU made of a list of what it was told
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class FakeCuda:
+    """Stands in for ``torch.cuda``: writes down what happens; every recorded event is a millisecond after the last."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.clock = 0.0
+        self.synchronized = False
+
+    def Event(self, enable_timing: bool) -> FakeEvent:  # noqa: N802
+        assert enable_timing
+        return FakeEvent(self)
+
+    def synchronize(self) -> None:
+        self.synchronized = True
+        self.log.append("synchronize")
+
+    def Stream(self) -> FakeStream:  # noqa: N802
+        return FakeStream(self, "side")
+
+    def current_stream(self) -> FakeStream:
+        return FakeStream(self, "current")
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.log.append(f"enter {stream.name}")
+        yield
+        self.log.append(f"leave {stream.name}")
+
+    def CUDAGraph(self) -> SimpleNamespace:  # noqa: N802
+        return SimpleNamespace(replay=lambda: self.log.append("replay"))
+
+    @contextmanager
+    def graph(self, graph: SimpleNamespace) -> Iterator[None]:
+        self.log.append("capture")
+        yield
+        self.log.append("captured")
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, name: str) -> None:
+        self.cuda, self.name = cuda, name
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.cuda.log.append(f"{self.name} waits for {other.name}")
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda) -> None:
+        self.cuda = cuda
+
+    def record(self) -> None:
+        self.cuda.clock += 1.0
+        self.at = self.cuda.clock
+        self.cuda.log.append("event")
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.cuda.synchronized, "the device has not come to the events yet"
+        return end.at - self.at
+
+
+def fake_timer() -> tuple[FakeCuda, CudaTimer]:
+    cuda = FakeCuda()
+    return cuda, CudaTimer(lambda: cuda.log.append("flush"), cuda)
+
+
+def test_cuda_calls_are_timed_by_events_after_a_flush() -> None:
+    cuda, timer = fake_timer()
+
+    def call() -> None:
+        cuda.log.append("call")
+        cuda.clock += 4.0
+
+    assert timer(call, 3) == pytest.approx(5e-3)
+    assert cuda.log == ["flush", "event", "call", "event"] * 3 + ["synchronize"]
+
+
+def test_a_graph_is_captured_after_a_call_on_another_stream() -> None:
+    cuda, timer = fake_timer()
+
+    def call() -> None:
+        cuda.log.append("call")
+
+    assert timer.prepare(call, EAGER) is call
+    replay = timer.prepare(call, GRAPH)
+    before = ["side waits for current", "enter side", "call", "leave side", "current waits for side"]
+    assert cuda.log == [*before, "capture", "call", "captured"]
+    replay()
+    assert cuda.log[-1] == "replay"
+
+
+def test_cuda_contestants_are_interleaved_like_others() -> None:
+    cuda, timer = fake_timer()
+    costs = {(mode, which): 10.0 * (1 + index) for index, mode in enumerate(timer.modes) for which in ("a", "b")}
+
+    def spend(cost: float) -> None:
+        cuda.clock += cost
+
+    samples = interleave({name: partial(spend, cost) for name, cost in costs.items()}, timer, Effort.exactly(4))
+    assert {name: sample.median for name, sample in samples.items()} == pytest.approx(
+        {name: (1 + cost) * 1e-3 for name, cost in costs.items()}
+    )
+    assert all(len(sample.seconds) == 4 for sample in samples.values())
+
+
+def test_every_mode_of_the_timer_has_its_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A timer with two modes, here both on the CPU: rows are measured once, and told apart by their section."""
+
+    class TwoModes(CpuTimer):
+        modes = (EAGER, GRAPH)
+        prepared: ClassVar[Counter[str]] = Counter()
+
+        def prepare(self, function: Callable[[], object], mode: str) -> Callable[[], object]:
+            self.prepared[mode] += 1
+            return function
+
+    monkeypatch.setattr(compare, "TARGETS", compare.TARGETS[:1])
+    options = compare.parse(["--shapes", "--repeats", "1", "--no-memory"])
+    sections = compare.measure(options, Settings(), TwoModes())
+    assert [section.title for section in sections] == [
+        "Single shapes with targets",
+        "Single shapes with targets, cuda graph",
+    ]
+    assert TwoModes.prepared[EAGER] == TwoModes.prepared[GRAPH] == len(sections[0].results[0].samples)
+    assert sections[0].results[0].samples["fused"] is not sections[1].results[0].samples["fused"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_one_sentence(tmp_path: Path) -> None:
+    command = [sys.executable, compare.__file__, "--device", "cuda", "--out", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == f"error: device 'cuda' needs a GPU, and torch {torch.__version__} sees none\n"
+    assert result.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_device_is_named() -> None:
+    with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
+        make_timer("tpu")

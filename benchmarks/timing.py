@@ -10,16 +10,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import torch
 
 #: A sample repeats its call until it lasts about this long: far above the clock's and the scheduler's granularity.
 SAMPLE_SECONDS = 25e-3
 
 
+EAGER, GRAPH = "eager", "cuda graph"
+
+
 class Timer(Protocol):
-    """Times calls on one kind of device."""
+    """Times calls on one kind of device, in each of the modes in which they can be issued there."""
+
+    modes: tuple[str, ...]
+
+    def prepare(self, function: Callable[[], object], mode: str) -> Callable[[], object]:
+        """What is called instead of ``function`` in this mode."""
+        ...
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
         """Seconds per call, over ``calls`` calls in a row."""
@@ -29,6 +39,11 @@ class Timer(Protocol):
 class CpuTimer:
     """Wall clock."""
 
+    modes: tuple[str, ...] = (EAGER,)
+
+    def prepare(self, function: Callable[[], object], mode: str) -> Callable[[], object]:
+        return function
+
     def __call__(self, function: Callable[[], object], calls: int) -> float:
         start = perf_counter()
         for _ in range(calls):
@@ -36,11 +51,63 @@ class CpuTimer:
         return (perf_counter() - start) / calls
 
 
+class CudaTimer:
+    """Events around every call, and before each the caches are flushed: weights come from memory, as in training.
+
+    The flush keeps the device busy while the host issues the call, so that of a short call the device's time is seen and
+    of a long one also the gaps that launches leave. ``cuda`` is torch.cuda, or something like it.
+    """
+
+    modes: tuple[str, ...] = (EAGER, GRAPH)
+
+    def __init__(self, flush: Callable[[], object], cuda: Any = torch.cuda) -> None:
+        self._flush = flush
+        self._cuda = cuda
+
+    def prepare(self, function: Callable[[], object], mode: str) -> Callable[[], object]:
+        return self._captured(function) if mode == GRAPH else function
+
+    def _captured(self, function: Callable[[], object]) -> Callable[[], object]:
+        """Replays what one call launches; it is called before on another stream, where everything gets ready."""
+        cuda = self._cuda
+        stream = cuda.Stream()
+        stream.wait_stream(cuda.current_stream())
+        with cuda.stream(stream):
+            function()
+        cuda.current_stream().wait_stream(stream)
+        graph = cuda.CUDAGraph()
+        with cuda.graph(graph):
+            function()
+        return graph.replay
+
+    def __call__(self, function: Callable[[], object], calls: int) -> float:
+        events = []
+        for _ in range(calls):
+            self._flush()
+            start, end = (self._cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            function()
+            end.record()
+            events.append((start, end))
+        self._cuda.synchronize()
+        return sum(start.elapsed_time(end) for start, end in events) * 1e-3 / calls
+
+
 def make_timer(device: str) -> Timer:
     """The timer for a device; a ValueError where there is none."""
-    if device != "cpu":
-        raise ValueError(f"device must be 'cpu': there is no timer for {device!r} yet")
-    return CpuTimer()
+    kind = device.partition(":")[0]
+    if kind == "cpu":
+        return CpuTimer()
+    if kind != "cuda":
+        raise ValueError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} needs a GPU, and torch {torch.__version__} sees none")
+    torch.cuda.set_device(torch.device(device).index or 0)
+    scratch = torch.empty(2 * torch.cuda.get_device_properties(device).L2_cache_size, dtype=torch.int8, device=device)
+    return CudaTimer(scratch.zero_)
+
+
+Name = TypeVar("Name")
 
 
 @dataclass(frozen=True)
@@ -116,7 +183,7 @@ def _one_call(function: Callable[[], object], timer: Timer) -> float:
     return seconds if seconds > 0.2 else min(seconds, timer(function, 1), timer(function, 1))
 
 
-def interleave(contestants: Mapping[str, Callable[[], object]], timer: Timer, effort: Effort) -> dict[str, Samples]:
+def interleave(contestants: Mapping[Name, Callable[[], object]], timer: Timer, effort: Effort) -> dict[Name, Samples]:
     """Samples of every contestant; each round times all of them once, starting with another one each time.
 
     The contestants must have been called once before, so that nothing is allocated or compiled here.
