@@ -22,7 +22,17 @@ from bound import plan_of, products_of, run_products
 from memory import peak_extra_bytes
 from report import LEGEND, Result, Section, Sum, draw, machine, text, verdict, write_csv, write_markdown
 from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer
-from steps import DTYPES, IMPLEMENTATIONS, PRECISIONS, Settings, WrongResultError, check_step, expand, make_weights, run_step
+from steps import (
+    DTYPES,
+    IMPLEMENTATIONS,
+    PRECISIONS,
+    Settings,
+    WrongResultError,
+    check_step,
+    expand,
+    make_weights,
+    run_step,
+)
 from timing import EAGER, Disturbance, Effort, Timer, interleave, make_timer
 from tqdm import tqdm
 
@@ -80,9 +90,7 @@ class Comparison:
         plans = {plan_of(layer, self.settings).name for layer in layers}
         plan = plans.pop() if len(plans) == 1 else "mixed"
         return {
-            mode: Result(
-                name, name, 1, plan, {which: samples[mode, which] for which in contestants}, memory, disturbed
-            )
+            mode: Result(name, name, 1, plan, {which: samples[mode, which] for which in contestants}, memory, disturbed)
             for mode in self.timer.modes
         }
 

@@ -41,7 +41,7 @@ REFERENCE_PASSES = 9
 #: Share of the product rate that a convolution with as few output positions as the self-convolution reaches in cuDNN.
 CONVOLUTION_EFFICIENCY = 0.4
 #: Launches of the fused loss when staged.
-STAGED_LAUNCHES = 6
+STAGED_LAUNCHES = 5
 
 #: ResNet-34 at 224x224: multiply-adds of one image forward (published: 3.66 G); a training step costs three times that.
 RESNET34_FORWARD = 3.66e9
@@ -79,7 +79,7 @@ def reference_seconds(layer: Layer, spec: DeviceSpec, precision: str) -> float:
 
 
 def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> tuple[float, bool]:
-    """All layers in one call: the stages' work, and six launches or one with its barriers."""
+    """All layers in one call: the stages' work, and five launches or one with its barriers."""
     plans = [choose_plan(plan_of(layer), spec, precision) for layer in layers for _ in range(layer.count)]
     work = sum(plan_seconds(plan, spec, precision) for plan in plans)
     if prefer_single(plans, spec, precision):

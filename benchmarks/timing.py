@@ -54,8 +54,8 @@ class CpuTimer:
 class CudaTimer:
     """Events around every call, and before each the caches are flushed: weights come from memory, as in training.
 
-    The flush keeps the device busy while the host issues the call, so that of a short call the device's time is seen and
-    of a long one also the gaps that launches leave. ``cuda`` is torch.cuda, or something like it.
+    The flush keeps the device busy while the host issues the call, so that a short call shows the device's time alone,
+    and a long one also the gaps that its launches leave. ``cuda`` is torch.cuda, or something like it.
     """
 
     modes: tuple[str, ...] = (EAGER, GRAPH)

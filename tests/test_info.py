@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
 
-from ocnn_fused import _extension, info
-from ocnn_fused.backends import BACKENDS
+from ocnn_fused import _extension, fused_orth_loss, info
+from ocnn_fused.backends import BACKENDS, choose
 
 
 def report(**environment: str) -> str:
@@ -47,3 +50,65 @@ def test_reasons_are_those_of_the_backends() -> None:
     cpu = next(device for device in info.devices() if device.type == "cpu")
     assert f"  {'cpu':<7} available" in "\n".join(info.lines())
     assert BACKENDS["cpu"].unavailable_reason(cpu) is None
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What is missing for triton, in the report and when it is asked for by name
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> str:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "triton" else find_spec(name, *rest)
+    )
+    return "triton is not installed; `pip install ocnn-fused[triton]`"
+
+
+def old_triton(monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.setattr(pytest.importorskip("triton"), "__version__", "3.2.0")
+    return "triton 3.2.0 is too old, 3.3 or newer is needed; `pip install 'triton>=3.3'`"
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.version, "hip", None)
+    return f"torch sees no GPU (a CPU build, torch {torch.__version__})"
+
+
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> str:
+    no_gpu(monkeypatch)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    return f"torch sees no GPU (no usable driver or GPU, torch {torch.__version__})"
+
+
+def old_gpu(monkeypatch: pytest.MonkeyPatch) -> str:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Tesla T4")
+    return "Tesla T4 is sm_75, and Triton uses tensor cores only from sm_80 on"
+
+
+@pytest.mark.parametrize("world", [no_triton, old_triton, no_gpu, no_driver, old_gpu])
+def test_what_triton_lacks(world: Callable[[pytest.MonkeyPatch], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same sentence in the report of the GPU and in the error of a forced backend."""
+    missing = world(monkeypatch)
+    report = list(info.lines())
+    gpu = next(index for index, line in enumerate(report) if line.startswith("cuda"))
+    assert f"  triton  {missing}" in report[gpu:]
+    with pytest.raises(RuntimeError, match=re.escape(f"backend 'triton' is not available: {missing}")):
+        choose(torch.device("cuda", 0), "triton")
+
+
+def test_a_forced_triton_on_cpu_tensors_says_how_to_try_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(RuntimeError, match=r"backend 'triton' is not available: .*TRITON_INTERPRET=1"):
+        fused_orth_loss(torch.eye(4), backend="triton")
+    assert any(line.startswith("  triton  it serves GPUs") for line in info.lines())

@@ -6,9 +6,9 @@ import pytest
 import torch
 from conftest import TOLERANCES
 from oracle import Case
-from triton_support import DEVICE, errors, execution, on_device
+from triton_support import DEVICE, errors, execution, needs_interpreter, on_device
 
-from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach
+from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach, kernel_orth_loss
 from ocnn_fused.backends import decode, encode
 
 CASES = [Case((6, 4, 3), 2), Case((8, 16)), Case((6, 1, 3), groups=6)]
@@ -94,3 +94,23 @@ def test_explain_on_a_device(device: str) -> None:
     assert text.startswith(f"{device}, tf32 (modelled, not measured)")
     assert "direct/row" in text
     assert "toom/row" in text
+
+
+@pytest.mark.parametrize(
+    ("launch", "expected"), [("single", {"single_kernel"}), ("staged", {"gram_kernel", "apply_kernel"})]
+)
+@needs_interpreter
+def test_kernel_orth_loss_takes_the_same_options(launch: str, expected: set[str]) -> None:
+    case = Case((6, 4, 2, 2), padding=0)
+    weight = on_device(case).requires_grad_()
+    with execution() as scheduler:
+        loss = kernel_orth_loss(weight, side="row", backend="triton", precision="ieee", launch=launch)
+    loss.backward()
+    assert set(scheduler.launches) == expected
+    assert max(errors(loss.detach().cpu(), weight.grad.cpu(), weight.detach(), case)) <= TOLERANCES[torch.float32]
+    with pytest.raises(ValueError, match="precision must be None or one of"):
+        kernel_orth_loss(weight, precision="fp8")
+    with pytest.raises(ValueError, match="launch must be None or one of"):
+        kernel_orth_loss(weight, launch="twice")
+    with pytest.raises(ValueError, match="side must be"):
+        kernel_orth_loss(weight, side="left")

@@ -188,7 +188,7 @@ class SmallRow(NamedTuple):
 
 
 class LossRow(NamedTuple):
-    """One weight's loss: the slots of its partial sums ``[first, last)``, one per tile, and the constant of its side."""
+    """One weight's loss: slots ``[first, last)`` of its partial sums, one per tile, and the constant of its side."""
 
     first: int
     last: int
