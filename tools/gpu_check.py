@@ -43,6 +43,7 @@ from ocnn_fused.backends.triton.config import (
     SHIPPED,
     SHIPPED_AMD,
     Config,
+    mix_registers,
     single_config,
 )
 
@@ -172,8 +173,10 @@ def compile_job(job: Job) -> triton.compiler.CompiledKernel:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)
     options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": True}
-    if job.is_product and TARGETS[job.target].is_nvidia:
+    if TARGETS[job.target].is_nvidia and job.is_product:
         options["maxnreg"] = MOST_REGISTERS
+    if TARGETS[job.target].is_nvidia and job.kernel == "mix":
+        options["maxnreg"] = mix_registers(divmod(int(job.target[3:]), 10))
     if job.kernel == "single":
         options["launch_cooperative_grid"] = True
     return triton.compile(source, target=TARGETS[job.target].triton, options=options)

@@ -58,6 +58,15 @@ SHIPPED_AMD: dict[str, tuple[Config, ...]] = {
 #: programs per multiprocessor and spill for it.
 MOST_REGISTERS = 255
 
+
+def mix_registers(capability: tuple[int, int]) -> int:
+    """Registers per thread of the mix kernel on NVIDIA: as few as let three programs share a multiprocessor.
+
+    The stage is bound by memory, so programs in flight are what it needs. On sm_80 so few would spill.
+    """
+    return 176 if capability == (8, 0) else 168
+
+
 #: Of the stages that are no products, whatever the tiles of the products; their own tiles hold 4096 values.
 ELEMENTWISE_WARPS, ELEMENTWISE_STAGES = 4, 3
 

@@ -14,7 +14,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...plan import Plan
 from . import kernels
-from .config import ELEMENTWISE_STAGES, ELEMENTWISE_WARPS, MOST_REGISTERS, Config
+from .config import ELEMENTWISE_STAGES, ELEMENTWISE_WARPS, MOST_REGISTERS, Config, mix_registers
 from .tables import Layout, Tables, build_tables
 
 #: Bounds of the caches: a model has a few lists of weights, and tables are at most a few megabytes.
@@ -109,8 +109,10 @@ class Call:
         # A product and its sum are rounded once; without this the default would depend on the version of Triton.
         self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
         self.elementwise = {**self.options, "num_warps": ELEMENTWISE_WARPS, "num_stages": ELEMENTWISE_STAGES}
-        if torch.version.hip is None:
+        self.mix = self.elementwise
+        if torch.version.hip is None and device.type == "cuda":
             self.options["maxnreg"] = MOST_REGISTERS
+            self.mix = {**self.mix, "maxnreg": mix_registers(torch.cuda.get_device_capability(device))}
 
     def run(self, programs: int | None = None) -> None:
         """``programs`` is the persistent grid of the single launch; None launches the stages one by one."""
@@ -160,9 +162,7 @@ class Call:
                 t.table, tiles[1], self.weights, workspace, *loss, **self.product, **self.options
             )
         if tiles := self._tiles("mix"):
-            kernels.mix_kernel[(tiles[0],)](
-                t.table, t.constants, tiles[1], workspace, *loss, **lanes, **self.elementwise
-            )
+            kernels.mix_kernel[(tiles[0],)](t.table, t.constants, tiles[1], workspace, *loss, **lanes, **self.mix)
         if self.with_grad and (tiles := self._tiles("apply")):
             kernels.apply_kernel[(tiles[0],)](
                 t.table, tiles[1], self.weights, workspace, grads, **self.product, **self.options
