@@ -39,8 +39,8 @@ LARGE_TILES = Config(block=128, warps=8, stages=2)
 
 #: Every configuration that is ever chosen without being asked for, per precision, as `make gpu-check` found them to be
 #: free of spills on every architecture. Products in (nearly) full float32 hold more operands in registers, so their
-#: tiles are shallower, and in `ieee` spread over more warps; with matrix instructions 8 warps would compute a 64 x 64
-#: tile twice. Large tiles are buffered twice, since three times exceeds the shared memory of sm_86, sm_89 and sm_120.
+#: tiles are shallower, and in `ieee` spread over more warps; in `tf32x3` 8 warps would compute a 64 x 64 tile twice.
+#: Large tiles are buffered twice, since three times exceeds the shared memory of sm_86, sm_89 and sm_120.
 SHIPPED: dict[str, tuple[Config, ...]] = {
     "ieee": (Config(depth=16, warps=8),),
     "tf32x3": (Config(depth=16, stages=2),),
