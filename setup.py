@@ -2,11 +2,21 @@
 
 Environment:
     OCNN_FUSED_BUILD_EXTENSION=0  pure Python package, needs neither torch nor a compiler
+    OCNN_FUSED_CUDA=0 or 1        without the CUDA backend, or not without it; by default it is built if torch is a CUDA
+                                  build and a toolkit is found, whether or not there is a GPU
+    CUDA_HOME=folder              the toolkit; by default that of the nvcc on PATH
+    TORCH_CUDA_ARCH_LIST=list     GPUs to build for, for instance "8.0;9.0+PTX"; by default all that CUDA version has
     OCNN_FUSED_SANITIZE=list      debug build for ``-fsanitize=list``, see ``make sanitize``
     MAX_JOBS=n                    compilers at once; by default as many as cores and memory allow
 """
 
+import json
 import os
+import platform
+import re
+import subprocess
+import sys
+import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +24,13 @@ from typing import Any
 import setuptools
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import cuda_toolkit  # noqa: E402
+from cuda_toolkit import Toolkit  # noqa: E402
+
 BYTES_PER_JOB = 2 << 30  # what one compiler needs for torch's headers, generously
+WITHOUT_CUDA = "set OCNN_FUSED_CUDA=0 to build without the CUDA backend"
 
 
 def require_tools() -> None:
@@ -29,20 +45,84 @@ def require_tools() -> None:
         )
 
 
-def limit_jobs() -> None:
-    """Set MAX_JOBS from the cores we may use and the free memory, unless the user did."""
+def limit_jobs() -> int:
+    """Set MAX_JOBS from the cores we may use and the free memory, unless the user did; returns it."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         free = cores * BYTES_PER_JOB
-    os.environ.setdefault("MAX_JOBS", str(max(1, min(cores, free // BYTES_PER_JOB))))
+    return int(os.environ.setdefault("MAX_JOBS", str(max(1, min(cores, free // BYTES_PER_JOB)))))
 
 
-def sources(*patterns: str) -> list[str]:
-    """Files of csrc/ that match, without those of GPU backends, relative as setuptools wants them."""
+def find_ninja() -> None:
+    """Let torch find the ninja that pip installed; without activation a venv's scripts are not on PATH."""
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+
+
+def say(message: str) -> None:
+    print(f"ocnn-fused: {message}", file=sys.stderr)
+
+
+def choose_toolkit() -> Toolkit | None:
+    """The toolkit to build the CUDA backend with, or None to build without; says why, or ends the build."""
+    wish = os.environ.get("OCNN_FUSED_CUDA", "")
+    if wish not in ("", "0", "1"):
+        raise SystemExit(f"OCNN_FUSED_CUDA must be 0 or 1, got {wish!r}")
+    if wish == "0":
+        say("the CUDA backend is switched off by OCNN_FUSED_CUDA=0")
+        return None
+    try:
+        return find_fitting_toolkit()
+    except cuda_toolkit.Unavailable as missing:
+        if wish == "1":
+            raise SystemExit(f"OCNN_FUSED_CUDA=1 asks for the CUDA backend, but {missing}") from None
+        say(f"the CUDA backend is left out: {missing}")
+        return None
+    except cuda_toolkit.Mismatch as mismatch:
+        raise SystemExit(f"{mismatch}; set CUDA_HOME to a toolkit that fits, or {WITHOUT_CUDA}") from None
+
+
+def find_fitting_toolkit() -> Toolkit:
+    """The toolkit, if it and torch allow the CUDA backend to be built."""
+    import torch
+
+    if torch.version.cuda is None:
+        kind = "ROCm" if getattr(torch.version, "hip", None) else "CPU"
+        raise cuda_toolkit.Unavailable(f"torch {torch.__version__} is a {kind} build")
+    if os.environ.get("OCNN_FUSED_SANITIZE"):
+        raise cuda_toolkit.Unavailable("OCNN_FUSED_SANITIZE is for the CPU")
+    toolkit = cuda_toolkit.find_toolkit()
+    warning = cuda_toolkit.check_fits(toolkit, torch.__version__, torch.version.cuda)
+    if warning:
+        say(f"warning: {warning}")
+    cuda_toolkit.library_include_folders(toolkit)
+    return toolkit
+
+
+def architecture_flags(toolkit: Toolkit) -> list[str]:
+    """What torch makes of TORCH_CUDA_ARCH_LIST, which gets our default where it is not set."""
+    import torch
+    from torch.utils.cpp_extension import _get_cuda_arch_flags
+
+    # A GPU that torch's own CUDA does not know cannot be used with this torch.
+    common = min(toolkit.version, cuda_toolkit.parse(torch.version.cuda))
+    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_toolkit.default_architectures(common)
+    try:
+        return _get_cuda_arch_flags()
+    except (ValueError, IndexError) as error:  # IndexError: "native", but there is no GPU
+        wanted = os.environ["TORCH_CUDA_ARCH_LIST"]
+        raise SystemExit(
+            f"TORCH_CUDA_ARCH_LIST must be a list like '8.0;9.0+PTX', got {wanted!r} ({error}); "
+            f"unset it for the default, or {WITHOUT_CUDA}"
+        ) from None
+
+
+def sources(*patterns: str, cuda: bool) -> list[str]:
+    """Files of csrc/ that match, those of csrc/cuda/ only if wanted, relative as setuptools wants them."""
     found = {path.relative_to(ROOT) for pattern in patterns for path in (ROOT / "csrc").rglob(pattern)}
-    return sorted(path.as_posix() for path in found if path.parts[1] != "cuda")
+    return sorted(path.as_posix() for path in found if cuda or path.parts[1] != "cuda")
 
 
 def version() -> str:
@@ -67,27 +147,65 @@ def flags() -> tuple[list[str], list[str]]:
     return common + compile_only, common
 
 
-def extension() -> Any:
-    """The one extension module, with the facts of its build compiled in."""
-    import torch
-    from torch.utils.cpp_extension import CppExtension, include_paths
+def nvcc_flags(architectures: list[str], files: int) -> list[str]:
+    """Flags of nvcc, which compiles for several architectures at once where there are more cores than files."""
+    threads = max(1, limit_jobs() // max(1, files))
+    return ["-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}", *architectures]
 
+
+def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
+    """The one extension module, and the facts of its build that go into build_info.json."""
+    import torch
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension, get_cxx_compiler, include_paths
+
+    cuda = toolkit is not None
     compile_flags, link_flags = flags()
+    cuda_files = sources("*.cu", cuda=cuda)
+    architectures = architecture_flags(toolkit) if toolkit else []
+    cuda_flags = nvcc_flags(architectures, len(cuda_files)) if toolkit else []
+    # As system headers torch's are exempt from our warnings; so are those of the CUDA libraries, behind the toolkit's.
+    folders = [*include_paths("cuda" if cuda else "cpu")]
+    folders += map(str, cuda_toolkit.library_include_folders(toolkit) if toolkit else [])
+    quiet = [f"-isystem{path}" for path in folders]
+    compiler = subprocess.run([*get_cxx_compiler().split(), "--version"], capture_output=True, text=True).stdout
     facts = {
-        "OCNN_FUSED_VERSION": version(),
-        "OCNN_FUSED_TORCH_VERSION": torch.__version__,
-        "OCNN_FUSED_FLAGS": " ".join(compile_flags),
+        "version": version(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": cuda_toolkit.dotted(toolkit.version) if toolkit else None,
+        "architectures": sorted(re.findall(r",code=(\w+)", " ".join(architectures)), key=architecture_order),
+        "compiler": compiler.partition("\n")[0],
+        "flags": " ".join(compile_flags),
+        "nvcc_flags": " ".join(cuda_flags),
+        "cxx11_abi": torch.compiled_with_cxx11_abi(),
     }
-    # As system headers torch's are exempt from our warnings.
-    quiet = [f"-isystem{path}" for path in include_paths()]
-    return CppExtension(
+    module = (CUDAExtension if cuda else CppExtension)(
         "ocnn_fused._C",
-        sources("*.cpp"),
-        depends=[*sources("*.h", "*.inl"), "setup.py"],
-        define_macros=[(name, f'"{value}"') for name, value in facts.items()],
-        extra_compile_args=compile_flags + quiet,
+        [*sources("*.cpp", cuda=cuda), *cuda_files],
+        depends=[*sources("*.h", "*.inl", "*.cuh", cuda=cuda), "setup.py"],
+        extra_compile_args={"cxx": compile_flags + quiet, "nvcc": cuda_flags + quiet},
         extra_link_args=link_flags,
     )
+    return module, facts
+
+
+def architecture_order(name: str) -> tuple[bool, int]:
+    """sm_75 before sm_100, and compute_100, which is PTX, after both."""
+    kind, number = name.split("_")
+    return kind == "compute", int(re.sub(r"\D", "", number))
+
+
+def build_command(facts: dict[str, Any]) -> Any:
+    """torch's build_ext, which then writes build_info.json next to the module."""
+    from torch.utils.cpp_extension import BuildExtension
+
+    class Build(BuildExtension.with_options(use_ninja=True)):  # type: ignore[misc]
+        def run(self) -> None:
+            super().run()
+            module = Path(self.get_ext_fullpath("ocnn_fused._C"))
+            (module.parent / "build_info.json").write_text(json.dumps(facts, indent=2) + "\n")
+
+    return Build
 
 
 def arguments() -> dict[str, Any]:
@@ -96,9 +214,14 @@ def arguments() -> dict[str, Any]:
         return {}
     require_tools()
     limit_jobs()
-    from torch.utils.cpp_extension import BuildExtension
-
-    return {"ext_modules": [extension()], "cmdclass": {"build_ext": BuildExtension.with_options(use_ninja=True)}}
+    find_ninja()
+    toolkit = choose_toolkit()
+    if toolkit:
+        os.environ["CUDA_HOME"] = str(toolkit.home)  # read when torch.utils.cpp_extension is imported
+    module, facts = extension(toolkit)
+    if toolkit:
+        say(f"the CUDA backend is built with {toolkit} for {' '.join(facts['architectures'])}")
+    return {"ext_modules": [module], "cmdclass": {"build_ext": build_command(facts)}}
 
 
 setuptools.setup(**arguments())

@@ -2,16 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <torch/library.h>
 
-#ifndef OCNN_FUSED_VERSION
-#define OCNN_FUSED_VERSION "unknown"
-#endif
-#ifndef OCNN_FUSED_TORCH_VERSION
-#define OCNN_FUSED_TORCH_VERSION "unknown"
-#endif
-#ifndef OCNN_FUSED_FLAGS
-#define OCNN_FUSED_FLAGS ""
-#endif
-
 TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
   // Executes a lowered plan (csrc/lowered.h) for weights of one shape, strides and type: one loss per weight and, if
   // asked for, one gradient per weight (else an empty list).
@@ -26,13 +16,4 @@ TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Compiled backends of ocnn_fused; importing it registers their ops.";
-  m.def("build_info", [] {
-    pybind11::dict info;
-    info["version"] = OCNN_FUSED_VERSION;
-    info["torch"] = OCNN_FUSED_TORCH_VERSION;
-    info["compiler"] = __VERSION__;
-    info["cxx_standard"] = static_cast<long>(__cplusplus);
-    info["flags"] = OCNN_FUSED_FLAGS;
-    return info;
-  });
 }

@@ -13,6 +13,9 @@ from . import _extension
 from ._version import __version__
 from .backends import BACKENDS
 
+#: Environment variables that change what is built, found or run.
+PREFIXES = ("OCNN_FUSED_", "TRITON_INTERPRET", "TORCH_CUDA_ARCH_LIST", "CUDA_", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
 
 def devices() -> list[torch.device]:
     """The CPU and every GPU that torch sees; one that it does not see, so that the reason can be told."""
@@ -38,20 +41,24 @@ def _device_name(device: torch.device) -> str:
     return f"{device} ({torch.cuda.get_device_name(device)}, compute capability {major}.{minor})"
 
 
+def _as_text(fact: object) -> object:
+    text = " ".join(fact) if isinstance(fact, list) else fact
+    return "none" if text in (None, "") else text
+
+
 def lines() -> Iterator[str]:
     """The report, line by line."""
-    yield f"ocnn_fused {__version__}, torch {torch.__version__}, triton {_version_of('triton')}"
+    torch_and_cuda = _extension.torch_and_cuda(torch.__version__, torch.version.cuda)
+    yield f"ocnn_fused {__version__}, {torch_and_cuda}, triton {_version_of('triton')}"
     yield f"Python {platform.python_version()} on {platform.platform()}"
-    if _extension.module is None:
-        yield f"extension: {_extension.unavailable_reason}"
-    else:
-        facts = _extension.module.build_info()
-        yield f"extension: built for torch {facts['torch']} by {facts['compiler']} with {facts['flags']}"
+    yield f"extension: {_extension.unavailable_reason or 'loaded'}"
+    if _extension.build_info:
+        yield from (f"  {name}: {_as_text(value)}" for name, value in _extension.build_info.items())
     for device in devices():
         yield _device_name(device)
         for name, backend in BACKENDS.items():
             yield f"  {name:<7} {backend.unavailable_reason(device) or 'available'}"
-    flags = sorted(name for name in os.environ if name.startswith(("OCNN_FUSED_", "TRITON_INTERPRET")))
+    flags = sorted(name for name in os.environ if name.startswith(PREFIXES))
     yield "environment: " + (", ".join(f"{name}={os.environ[name]}" for name in flags) or "no flags set")
 
 
