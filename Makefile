@@ -4,6 +4,8 @@
 TORCH       ?= torch==2.13.0
 # The version this torch is released with. `make test TRITON=` goes without: it takes 700 MB of disk.
 TRITON      ?= triton==3.7.1
+# A build with CUDA, for `make cuda-build` alone: 5.5 GB of disk.
+CUDA_TORCH  ?= torch==2.14.1
 PYTHON      ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
 BENCH_ARGS  ?=
@@ -17,11 +19,12 @@ VENV   := .venv
 STAMPS := $(VENV)/stamps
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --quiet --disable-pip-version-check
+BUILD_TOOLS := 'setuptools>=77.0.3' wheel ninja pybind11
 EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
 NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test bench lint format sanitize gpu-check clean FORCE
+.PHONY: install test bench lint format sanitize gpu-check cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/extension
@@ -54,7 +57,7 @@ sanitize: $(STAMPS)/test
 	OCNN_FUSED_SANITIZE=$(SANITIZERS) $(PY) setup.py --quiet \
 	    build --build-base build/sanitize --build-lib $(SANITIZED) build_ext --force
 	cd $(SANITIZED) && $(CHECKED) -c \
-	    'import ocnn_fused._C as c; assert "-fsanitize=$(SANITIZERS)" in c.build_info()["flags"], c.__file__'
+	    'from ocnn_fused._extension import *; assert module and "-fsanitize=$(SANITIZERS)" in build_info["flags"]'
 	cd $(SANITIZED) && $(CHECKED) -m pytest --capture=sys --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) \
 	    $(addprefix $(CURDIR)/,$(SANITIZE_TESTS)) $(addprefix --deselect=,$(SANITIZE_SKIP)) $(PYTEST_ARGS)
 
@@ -63,8 +66,38 @@ gpu-check: $(STAMPS)/test
 	mkdir -p build
 	$(PY) tools/gpu_check.py --out build/gpu_check.md
 
+# The extension with its CUDA backend, in a venv and a folder of its own; needs nvcc, but no GPU.
+CUDA_VENV  := .venv-cuda
+CUDA_PY    := $(CURDIR)/$(CUDA_VENV)/bin/python
+CUDA_STAMP := $(CUDA_VENV)/installed-$(subst ==,-,$(CUDA_TORCH))
+CUDA_TESTS := $(addprefix $(CURDIR)/tests/,test_build.py test_info.py test_packaging.py)
+
+cuda-build: $(CUDA_STAMP)
+	$(CUDA_PY) tools/cuda_build.py --out build/cuda
+	cd build/cuda/lib && OCNN_FUSED_TEST_CUDA_PYTHON=$(CUDA_PY) $(CUDA_PY) -m pytest \
+	    --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) $(CUDA_TESTS) $(PYTEST_ARGS)
+
+$(CUDA_STAMP): | nvcc
+	$(PYTHON) -m venv --clear $(CUDA_VENV)
+	$(CUDA_PY) -m pip --quiet --disable-pip-version-check install $(CUDA_TORCH) $(BUILD_TOOLS) numpy pytest
+	touch $@
+
+# Before gigabytes are installed for a compiler that is not there.
+nvcc:
+	@$(PYTHON) tools/cuda_toolkit.py
+
+# The sdist, and from it the wheel for this torch: built in one clean venv, used in another.
+dist:
+	rm -rf dist build/dist
+	$(PYTHON) -m venv build/dist/builder
+	$(PYTHON) -m venv build/dist/user
+	build/dist/builder/bin/python -m pip --quiet --disable-pip-version-check install $(TORCH) $(BUILD_TOOLS)
+	build/dist/user/bin/python -m pip --quiet --disable-pip-version-check install $(TORCH)
+	build/dist/builder/bin/python tools/dist.py --user build/dist/user/bin/python --out dist
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info ocnn_fused/_C*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info ocnn_fused/_C*.so ocnn_fused/build_info.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS):
@@ -76,7 +109,7 @@ $(STAMPS)/wanted-%: FORCE | $(STAMPS)
 	@echo '$($*)' | cmp -s - $@ || echo '$($*)' > $@
 
 $(STAMPS)/torch: $(STAMPS)/wanted-TORCH
-	$(PIP) install $(TORCH) 'setuptools>=77.0.3' wheel ninja pybind11
+	$(PIP) install $(TORCH) $(BUILD_TOOLS)
 	touch $@
 
 # The package without what is compiled: that is built in place, where ninja redoes only what changed.
@@ -84,7 +117,7 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch
 	$(EDITABLE) .
 	touch $@
 
-$(STAMPS)/extension: $(NATIVE) setup.py ocnn_fused/_version.py $(STAMPS)/package
+$(STAMPS)/extension: $(NATIVE) setup.py tools/cuda_toolkit.py ocnn_fused/_version.py $(STAMPS)/package
 	$(PY) setup.py --quiet build_ext --inplace --force
 	touch $@
 

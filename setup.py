@@ -45,14 +45,14 @@ def require_tools() -> None:
         )
 
 
-def limit_jobs() -> int:
-    """Set MAX_JOBS from the cores we may use and the free memory, unless the user did; returns it."""
+def limit_jobs() -> None:
+    """Set MAX_JOBS from the cores we may use and the free memory, unless the user did."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):
         free = cores * BYTES_PER_JOB
-    return int(os.environ.setdefault("MAX_JOBS", str(max(1, min(cores, free // BYTES_PER_JOB)))))
+    os.environ.setdefault("MAX_JOBS", str(max(1, min(cores, free // BYTES_PER_JOB))))
 
 
 def find_ninja() -> None:
@@ -147,10 +147,10 @@ def flags() -> tuple[list[str], list[str]]:
     return common + compile_only, common
 
 
-def nvcc_flags(architectures: list[str], files: int) -> list[str]:
+def nvcc_flags(files: int) -> list[str]:
     """Flags of nvcc, which compiles for several architectures at once where there are more cores than files."""
-    threads = max(1, limit_jobs() // max(1, files))
-    return ["-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}", *architectures]
+    threads = max(1, int(os.environ["MAX_JOBS"]) // max(1, files))
+    return ["-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}"]
 
 
 def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
@@ -162,11 +162,10 @@ def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
     compile_flags, link_flags = flags()
     cuda_files = sources("*.cu", cuda=cuda)
     architectures = architecture_flags(toolkit) if toolkit else []
-    cuda_flags = nvcc_flags(architectures, len(cuda_files)) if toolkit else []
+    cuda_flags = nvcc_flags(len(cuda_files)) if toolkit else []
     # As system headers torch's are exempt from our warnings; so are those of the CUDA libraries, behind the toolkit's.
-    folders = [*include_paths("cuda" if cuda else "cpu")]
+    folders = include_paths("cuda" if cuda else "cpu")
     folders += map(str, cuda_toolkit.library_include_folders(toolkit) if toolkit else [])
-    quiet = [f"-isystem{path}" for path in folders]
     compiler = subprocess.run([*get_cxx_compiler().split(), "--version"], capture_output=True, text=True).stdout
     facts = {
         "version": version(),
@@ -183,7 +182,10 @@ def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
         "ocnn_fused._C",
         [*sources("*.cpp", cuda=cuda), *cuda_files],
         depends=[*sources("*.h", "*.inl", "*.cuh", cuda=cuda), "setup.py"],
-        extra_compile_args={"cxx": compile_flags + quiet, "nvcc": cuda_flags + quiet},
+        extra_compile_args={
+            "cxx": [*compile_flags, *(f"-isystem{folder}" for folder in folders)],
+            "nvcc": [*cuda_flags, *architectures, *(f"-isystem={folder}" for folder in folders)],
+        },
         extra_link_args=link_flags,
     )
     return module, facts

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import importlib.metadata
-import os
+import json
+import platform
 import re
 import shutil
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
-import setuptools
 import torch
+from clean_venv import copy_sources, make_venv, run
 
 import ocnn_fused
-
-ROOT = Path(__file__).resolve().parents[1]
+from ocnn_fused import _extension
 
 #: Fails unless the package computes the reference's loss and gradient; prints its warnings.
 FALLBACK = """
@@ -72,29 +71,9 @@ sys.meta_path.insert(0, Broken())
 }
 
 
-def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The finished process, with its output as text."""
-    return subprocess.run(
-        [str(part) for part in command],
-        env={**os.environ, **environment},
-        cwd=environment.get("PWD"),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
-    """The sources as a clean clone has them, without anything that was built."""
-    built = shutil.ignore_patterns("*.so", "__pycache__", ".*_cache")
-    target = tmp_path / "copy"
-    for name in ("ocnn_fused", "csrc"):
-        shutil.copytree(ROOT / name, target / name, ignore=built)
-    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, target)
-    return target
+    return copy_sources(tmp_path / "copy")
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -108,16 +87,49 @@ def test_works_without_the_extension_and_says_so_once(block: str) -> None:
     assert reason in warnings[0]
 
 
+#: What a build for something else leaves behind, and what the warning must then say.
+FOREIGN_BUILDS = {
+    "another torch": (
+        {"torch": "1.99.0+cu118", "cuda": "11.8"},
+        "was built for torch 1.99.0+cu118 with CUDA 11.8, found torch {torch}: rebuild it with `pip install",
+    ),
+    "another Python": ({"python": "2.7.18"}, "was built for Python 2.7.18, found Python {python}: rebuild it with"),
+    "a library that is not there": (
+        {"cuda": "99.0"},
+        "was built for torch {version} with CUDA 99.0, found torch {torch} ({module}: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("build", FOREIGN_BUILDS)
+def test_built_for_something_else(build: str, tmp_path: Path) -> None:
+    facts, expected = FOREIGN_BUILDS[build]
+    package = tmp_path / "ocnn_fused"
+    shutil.copytree(Path(ocnn_fused.__file__).parent, package, ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
+    assert _extension.build_info is not None
+    (package / "build_info.json").write_text(json.dumps({**_extension.build_info, **facts}))
+    module = package / Path(_extension.module.__file__).name
+    module.write_bytes(b"not a library")
+    # Another Python does not see the module at all, because of its name.
+    block = BLOCKS["not built"][0] if build == "another Python" else ""
+    done = run(sys.executable, "-c", FALLBACK.format(block=block), PWD=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    (warning,) = (line for line in done.stdout.splitlines() if line.startswith("WARNING"))
+    found = _extension.torch_and_cuda(torch.__version__, torch.version.cuda).removeprefix("torch ")
+    values = {"torch": found, "version": torch.__version__, "python": platform.python_version(), "module": module}
+    assert expected.format(**values) in warning
+
+
 def test_build_info() -> None:
-    extension = pytest.importorskip("ocnn_fused._C")
-    info = extension.build_info()
-    assert {"version", "torch", "compiler", "cxx_standard", "flags"} <= info.keys()
+    info = _extension.build_info
+    assert info is not None
     assert info["version"] == ocnn_fused.__version__
     assert info["torch"] == torch.__version__
-    assert info["cxx_standard"] >= 201703
-    flags = info["flags"].split()
+    assert info["python"] == platform.python_version()
+    assert bool(info["cuda"]) == bool(info["architectures"])
+    flags = f"{info['flags']} {info['nvcc_flags']}".split()
     assert "-fopenmp" in flags
-    assert not {"-march=native", "-ffast-math"} & set(flags)
+    assert not {"-march=native", "-ffast-math", "--use_fast_math"} & set(flags)
 
 
 def test_version_is_that_of_the_distribution() -> None:
@@ -131,14 +143,7 @@ def test_version_is_that_of_the_distribution() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("way", ["pip install --no-build-isolation .", "python setup.py bdist_wheel"])
 def test_without_torch_the_build_ends_in_one_sentence(way: str, copy: Path, tmp_path: Path) -> None:
-    bare = tmp_path / "bare"
-    assert run(sys.executable, "-m", "venv", "--without-pip", bare).returncode == 0
-    python = bare / "bin" / "python"
-    # The venv gets setuptools and nothing else, so that the build starts at all.
-    (packages,) = bare.glob("lib/python*/site-packages")
-    for path in Path(setuptools.__file__).parents[1].iterdir():
-        if path.name.startswith(("setuptools", "_distutils_hack")):
-            (packages / path.name).symlink_to(path)
+    python = make_venv(tmp_path / "bare", "setuptools")
     assert run(python, "-c", "import torch").returncode != 0
 
     if way.startswith("pip"):

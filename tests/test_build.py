@@ -1,0 +1,323 @@
+"""What setup.py decides, says and refuses.
+
+torch is the real one, in clean environments. A CUDA build of torch is too large to install here: where the suite runs
+without one, ``FAKE_TORCH`` stands in for it, and ``make cuda-build`` runs the same tests against a real one, named by
+OCNN_FUSED_TEST_CUDA_PYTHON. Toolkits are faked: a script that answers as nvcc does, and empty headers.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import cuda_toolkit
+import pytest
+import torch
+from clean_venv import copy_sources, make_venv, run
+from cuda_toolkit import Toolkit, Unavailable
+
+import ocnn_fused
+
+NVCC = """#!/bin/sh
+case "$1" in
+    --version) echo "Cuda compilation tools, release {version}, V{version}.61" ;;
+    --dryrun) echo '#$ _SPACE_= ' >&2; echo '#$ TOP={home}/bin/..' >&2 ;;
+    *) exit 1 ;;
+esac
+"""
+
+#: As much of torch as setup.py asks; by path within the package.
+FAKE_TORCH = {
+    "__init__.py": """
+from . import version
+__version__ = version.__version__
+def compiled_with_cxx11_abi(): return True
+""",
+    "version.py": """
+__version__ = "2.99.0+cu128"
+cuda = "12.8"
+""",
+    "utils/__init__.py": "",
+    "utils/cpp_extension.py": """
+import os
+from setuptools import Extension
+from setuptools.command.build_ext import build_ext
+
+class BuildExtension(build_ext):
+    @classmethod
+    def with_options(cls, **options): return cls
+
+def CppExtension(name, sources, **options): return Extension(name, sources)
+CUDAExtension = CppExtension
+def include_paths(device_type="cpu"): return []
+def get_cxx_compiler(): return "c++"
+def _get_cuda_arch_flags():
+    flags = []
+    for name in os.environ["TORCH_CUDA_ARCH_LIST"].replace(" ", ";").split(";"):
+        number, _, ptx = name.partition("+")
+        if not number.replace(".", "").isdigit():
+            raise ValueError(f"Unknown CUDA arch ({name}) or GPU not supported")
+        number = number.replace(".", "")
+        kinds = ("sm", "compute") if ptx else ("sm",)
+        flags += [f"-gencode=arch=compute_{number},code={kind}_{number}" for kind in kinds]
+    return flags
+""",
+}
+
+
+#: Of torch and of its CUDA.
+Versions = tuple[str, cuda_toolkit.Version]
+
+
+def make_toolkit(home: Path, version: str, headers: tuple[str, ...] = cuda_toolkit.LIBRARY_HEADERS) -> Path:
+    """A folder that looks like a toolkit."""
+    write_nvcc(home / "bin", NVCC.format(version=version, home=home))
+    (home / "include").mkdir()
+    for header in ("cuda_runtime.h", *headers):
+        (home / "include" / header).touch()
+    return home
+
+
+def write_nvcc(folder: Path, script: str) -> Path:
+    folder.mkdir(parents=True)
+    nvcc = folder / "nvcc"
+    nvcc.write_text(script)
+    nvcc.chmod(0o755)
+    return nvcc
+
+
+def test_toolkit_named_by_the_environment(tmp_path: Path) -> None:
+    first, second = (make_toolkit(tmp_path / version, version) for version in ("12.4", "13.1"))
+    assert cuda_toolkit.find_toolkit({"CUDA_HOME": str(first)}) == Toolkit(first, (12, 4))
+    assert cuda_toolkit.find_toolkit({"CUDA_PATH": str(second)}) == Toolkit(second, (13, 1))
+    both = {"CUDA_HOME": str(first), "CUDA_PATH": str(second), "PATH": f"{second}/bin"}
+    assert cuda_toolkit.find_toolkit(both).home == first
+
+
+@pytest.mark.parametrize("way", ["itself", "a wrapper", "a link"])
+def test_nvcc_on_path(way: str, tmp_path: Path) -> None:
+    home = make_toolkit(tmp_path / "cuda-12.8", "12.8")
+    if way == "itself":
+        path = home / "bin"
+    elif way == "a wrapper":
+        path = write_nvcc(tmp_path / "bin", f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n').parent
+    else:
+        path = tmp_path / "bin"
+        path.mkdir()
+        (path / "nvcc").symlink_to(home / "bin" / "nvcc")
+    assert cuda_toolkit.find_toolkit({"PATH": str(path)}) == Toolkit(home, (12, 8))
+
+
+def test_toolkit_in_the_usual_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_toolkit, "USUAL_HOME", tmp_path / "cuda")
+    with pytest.raises(Unavailable, match="CUDA_HOME is not set, and nvcc is not on PATH"):
+        cuda_toolkit.find_toolkit({"PATH": str(tmp_path)})
+    make_toolkit(tmp_path / "cuda", "12.6")
+    assert cuda_toolkit.find_toolkit({"PATH": str(tmp_path)}) == Toolkit(tmp_path / "cuda", (12, 6))
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ("#!/bin/sh\necho hello\n", "names no release"),
+        ("#!/nowhere/sh\n", "does not run"),
+        (NVCC.format(version="12.8", home="/nowhere"), "has no cuda_runtime.h beside it; set CUDA_HOME"),
+    ],
+)
+def test_useless_nvcc(script: str, message: str, tmp_path: Path) -> None:
+    write_nvcc(tmp_path / "bin", script)
+    with pytest.raises(Unavailable, match=message):
+        cuda_toolkit.find_toolkit({"CUDA_HOME": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"),
+    [
+        ((11, 8), "7.5;8.0;8.6;8.9;9.0+PTX"),
+        ((12, 0), "7.5;8.0;8.6;8.9;9.0+PTX"),
+        ((12, 6), "7.5;8.0;8.6;8.9;9.0+PTX"),
+        ((12, 8), "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"),
+        ((13, 0), "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"),
+        ((14, 1), "7.5;8.0;8.6;8.9;9.0;10.0;12.0+PTX"),
+    ],
+)
+def test_default_architectures(version: tuple[int, int], expected: str) -> None:
+    assert cuda_toolkit.default_architectures(version) == expected
+
+
+@pytest.mark.parametrize(
+    ("toolkit", "torch_cuda", "outcome"),
+    [
+        ((12, 8), "12.8", "fits"),
+        ((12, 4), "12.8", "warning"),
+        ((13, 0), "12.8", "mismatch"),
+        ((12, 8), "13.0", "mismatch"),
+    ],
+)
+def test_versions_that_fit(toolkit: tuple[int, int], torch_cuda: str, outcome: str) -> None:
+    found = Toolkit(Path("/cuda"), toolkit)
+    both = rf"torch 2\.9 was built with CUDA {torch_cuda} and the toolkit is CUDA {cuda_toolkit.dotted(toolkit)}"
+    if outcome == "mismatch":
+        with pytest.raises(cuda_toolkit.Mismatch, match=both):
+            cuda_toolkit.check_fits(found, "2.9", torch_cuda)
+    else:
+        assert (cuda_toolkit.check_fits(found, "2.9", torch_cuda) is not None) == (outcome == "warning")
+
+
+def test_headers_that_the_toolkit_lacks(tmp_path: Path) -> None:
+    toolkit = Toolkit(make_toolkit(tmp_path / "cuda", "12.8", headers=("cusparse.h",)), (12, 8))
+    packages = [tmp_path / "nvidia" / name for name in ("cudnn", "cublas", "cusolver", "cusparse")]
+    for package, header in zip(packages, ("cudnn.h", "cublas_v2.h", "cusolverDn.h", "cusparse.h"), strict=True):
+        (package / "include").mkdir(parents=True)
+        (package / "include" / header).touch()
+    folders = cuda_toolkit.library_include_folders(toolkit, packages)
+    assert folders == [packages[1] / "include", packages[2] / "include"]
+    with pytest.raises(Unavailable, match=r"cublas_v2\.h is neither in .*cuda nor in an nvidia package"):
+        cuda_toolkit.library_include_folders(toolkit, packages[:1])
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return copy_sources(tmp_path_factory.mktemp("sources") / "ocnn-fused")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A Python with torch, and the sources to build with it."""
+
+    python: Path
+    sources: Path
+
+    def setup(self, **environment: str) -> tuple[bool, str]:
+        """Whether setup.py is content, and what it says; it decides before it compiles, and nothing is compiled."""
+        done = run(self.python, "setup.py", "--version", PWD=str(self.sources), **environment)
+        output = done.stdout + done.stderr
+        assert "Traceback" not in output, output
+        assert done.returncode != 0 or ocnn_fused.__version__ in output.splitlines()
+        return done.returncode == 0, output
+
+
+@pytest.fixture(scope="module")
+def cpu_torch(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    if torch.version.cuda is not None:
+        pytest.skip("torch is a CUDA build here")
+    return Environment(make_venv(tmp_path_factory.mktemp("cpu") / "venv", "torch", "setuptools"), sources)
+
+
+@pytest.mark.slow
+def test_cpu_torch_leaves_cuda_out(cpu_torch: Environment, tmp_path: Path) -> None:
+    content, output = cpu_torch.setup(CUDA_HOME=str(make_toolkit(tmp_path / "cuda", "12.8")))
+    assert content, output
+    assert f"the CUDA backend is left out: torch {torch.__version__} is a CPU build\n" in output
+
+
+@pytest.mark.slow
+def test_cpu_torch_forced_on(cpu_torch: Environment, tmp_path: Path) -> None:
+    content, output = cpu_torch.setup(OCNN_FUSED_CUDA="1", CUDA_HOME=str(make_toolkit(tmp_path / "cuda", "12.8")))
+    assert not content
+    expected = f"OCNN_FUSED_CUDA=1 asks for the CUDA backend, but torch {torch.__version__} is a CPU build"
+    assert output.splitlines()[-1] == expected
+
+
+@pytest.mark.slow
+def test_cpu_torch_forced_off(cpu_torch: Environment) -> None:
+    content, output = cpu_torch.setup(OCNN_FUSED_CUDA="0")
+    assert content, output
+    assert "the CUDA backend is switched off by OCNN_FUSED_CUDA=0\n" in output
+
+
+@pytest.mark.slow
+def test_neither_on_nor_off(cpu_torch: Environment) -> None:
+    content, output = cpu_torch.setup(OCNN_FUSED_CUDA="yes")
+    assert not content
+    assert output.splitlines()[-1] == "OCNN_FUSED_CUDA must be 0 or 1, got 'yes'"
+
+
+def fake_torch(folder: Path) -> Path:
+    """Python of a venv with FAKE_TORCH."""
+    python = make_venv(folder, "setuptools")
+    (packages,) = folder.glob("lib/python*/site-packages")
+    for name, text in FAKE_TORCH.items():
+        path = packages / "torch" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return python
+
+
+@pytest.fixture(scope="module", params=["fake", pytest.param("real", marks=pytest.mark.slow)])
+def cuda_torch(request: pytest.FixtureRequest, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    if request.param == "fake":
+        return Environment(fake_torch(tmp_path_factory.mktemp("cuda") / "venv"), sources)
+    given = os.environ.get("OCNN_FUSED_TEST_CUDA_PYTHON")
+    if not given:
+        pytest.skip("OCNN_FUSED_TEST_CUDA_PYTHON names no Python with a CUDA build of torch")
+    return Environment(Path(given), sources)
+
+
+@pytest.fixture(scope="module")
+def versions(cuda_torch: Environment) -> Versions:
+    done = run(cuda_torch.python, "-c", "import torch; print(torch.__version__, torch.version.cuda)")
+    version, cuda = done.stdout.split()
+    return version, cuda_toolkit.parse(cuda)
+
+
+def test_cuda_torch_builds_where_a_toolkit_is_found(
+    cuda_torch: Environment, versions: Versions, tmp_path: Path
+) -> None:
+    cuda = cuda_toolkit.dotted(versions[1])
+    home = make_toolkit(tmp_path / "cuda", cuda)
+    wrapper = write_nvcc(tmp_path / "bin", f'#!/bin/sh\nexec {home}/bin/nvcc "$@"\n').parent
+    content, output = cuda_torch.setup(PATH=f"{wrapper}{os.pathsep}{os.environ['PATH']}")
+    assert content, output
+    assert f"the CUDA backend is built with CUDA {cuda} in {home} for sm_75 sm_80 " in output
+    assert f"{'sm_120 compute_120' if versions[1] >= (12, 8) else 'sm_90 compute_90'}\n" in output
+    assert "warning" not in output
+
+
+def test_cuda_torch_architectures_of_the_user(cuda_torch: Environment, versions: Versions, tmp_path: Path) -> None:
+    home = str(make_toolkit(tmp_path / "cuda", cuda_toolkit.dotted(versions[1])))
+    content, output = cuda_torch.setup(CUDA_HOME=home, TORCH_CUDA_ARCH_LIST="9.0+PTX 8.6")
+    assert content, output
+    assert f"in {home} for sm_86 sm_90 compute_90\n" in output
+    content, output = cuda_torch.setup(CUDA_HOME=home, TORCH_CUDA_ARCH_LIST="8.0;Riva")
+    assert not content
+    assert "TORCH_CUDA_ARCH_LIST must be a list like '8.0;9.0+PTX', got '8.0;Riva' (Unknown CUDA arch (Riva)" in output
+
+
+def test_cuda_torch_without_toolkit(cuda_torch: Environment, tmp_path: Path) -> None:
+    content, output = cuda_torch.setup(CUDA_HOME=str(tmp_path))
+    assert content, output
+    missing = f"CUDA_HOME={tmp_path} contains no bin/nvcc"
+    assert f"the CUDA backend is left out: {missing}\n" in output
+    content, output = cuda_torch.setup(CUDA_HOME=str(tmp_path), OCNN_FUSED_CUDA="1")
+    assert not content
+    assert output.splitlines()[-1] == f"OCNN_FUSED_CUDA=1 asks for the CUDA backend, but {missing}"
+
+
+def test_cuda_torch_forced_off(cuda_torch: Environment, tmp_path: Path) -> None:
+    content, output = cuda_torch.setup(OCNN_FUSED_CUDA="0", CUDA_HOME=str(make_toolkit(tmp_path / "cuda", "1.0")))
+    assert content, output
+    assert "the CUDA backend is switched off by OCNN_FUSED_CUDA=0\n" in output
+
+
+def test_another_major_version_fails(cuda_torch: Environment, versions: Versions, tmp_path: Path) -> None:
+    version, (major, minor) = versions
+    home = make_toolkit(tmp_path / "cuda", f"{major - 1}.4")
+    content, output = cuda_torch.setup(CUDA_HOME=str(home))
+    assert not content
+    assert output.splitlines()[-1] == (
+        f"torch {version} was built with CUDA {major}.{minor} and the toolkit is CUDA {major - 1}.4 in {home}: "
+        "their major versions must agree; set CUDA_HOME to a toolkit that fits, or set OCNN_FUSED_CUDA=0 to build "
+        "without the CUDA backend"
+    )
+
+
+def test_another_minor_version_warns(cuda_torch: Environment, versions: Versions, tmp_path: Path) -> None:
+    version, (major, minor) = versions
+    home = make_toolkit(tmp_path / "cuda", f"{major}.{minor + 1}")
+    content, output = cuda_torch.setup(CUDA_HOME=str(home))
+    assert content, output
+    both = f"torch {version} was built with CUDA {major}.{minor} and the toolkit is CUDA {major}.{minor + 1} in {home}"
+    assert f"warning: {both}: " in output
+    assert f"the CUDA backend is built with CUDA {major}.{minor + 1} in {home} for " in output

@@ -1,0 +1,112 @@
+"""Builds the extension with its CUDA backend and checks what came out; needs nvcc and a CUDA build of torch, no GPU.
+
+    python tools/cuda_build.py --out build/cuda
+
+Every op with a CPU kernel must have one for CUDA, and the machine code in the module must be that of the architectures
+asked for. Nothing is executed on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from time import perf_counter
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def build(out: Path) -> tuple[Path, float]:
+    """The folder of the package with its extension, and how many seconds the build took."""
+    library = out / "lib"
+    folders = ("--build-base", str(out), "--build-lib", str(library))
+    start = perf_counter()
+    subprocess.run(
+        [sys.executable, "setup.py", "--quiet", "build", *folders, "build_ext", "--force"],
+        cwd=ROOT,
+        env={**os.environ, "OCNN_FUSED_CUDA": "1"},
+        check=True,
+    )
+    return library, perf_counter() - start
+
+
+def kernels() -> Mapping[str, bool]:
+    """The compiled ops, those with a CPU kernel, and whether they have one for CUDA."""
+    import torch
+
+    def has(name: str, key: str) -> bool:
+        return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+    names = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("ocnn_fused::"))
+    return {name: has(name, "CUDA") for name in names if has(name, "CPU")}
+
+
+def embedded(module: Path) -> set[str]:
+    """Architectures of the machine code (sm_90) and of the PTX (compute_90) in the module."""
+    listing = subprocess.run(
+        [cuobjdump(), "--list-elf", "--list-ptx", module], capture_output=True, text=True, check=True
+    ).stdout
+    found = re.findall(r"\.sm_(\w+)\.(cubin|ptx)$", listing, re.MULTILINE)
+    return {f"{'sm' if kind == 'cubin' else 'compute'}_{number}" for number, kind in found}
+
+
+def cuobjdump() -> str:
+    """The one on PATH, or the one that comes with Triton."""
+    triton = find_spec("triton")
+    folders = [os.environ.get("PATH", os.defpath)]
+    if triton and triton.origin:
+        folders.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
+    found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
+    if found is None:
+        raise SystemExit("cuobjdump is neither on PATH nor in the triton package: what was built cannot be checked")
+    return found
+
+
+def check(library: Path) -> list[str]:
+    """Import the package and print what it has; returns what is wrong."""
+    sys.path.insert(0, str(library.resolve()))
+    import torch
+
+    from ocnn_fused import _extension, fused_orth_loss, reference
+
+    if _extension.module is None or _extension.build_info is None:
+        return [f"the extension does not load: {_extension.unavailable_reason}"]
+    registered = kernels()
+    problems = [] if registered else ["the module registers no op"]
+    for name, has_kernel in registered.items():
+        print(f"{name}: {'CPU and CUDA kernels registered' if has_kernel else 'no CUDA kernel'}")
+        if not has_kernel:
+            problems.append(f"{name} has no CUDA kernel")
+    module = Path(_extension.module.__file__)
+    wanted, found = set(_extension.build_info["architectures"]), embedded(module)
+    print("architectures:", *_extension.build_info["architectures"])
+    if wanted != found:
+        problems.append(f"the module contains code for {sorted(found)}, wanted {sorted(wanted)}")
+    weight = torch.randn(8, 4, 3, 3, dtype=torch.float64)
+    if not torch.allclose(fused_orth_loss(weight), reference.orth_loss(weight)):
+        problems.append("the loss on the CPU is wrong")
+    print(f"{module.name}: {module.stat().st_size / 1e6:.1f} MB")
+    return problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder for objects and, in lib/, the package")
+    out = parser.parse_args().out.resolve()
+    try:
+        library, seconds = build(out)
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(f"the build failed with exit code {error.returncode}") from None
+    problems = check(library)
+    print(f"built in {seconds:.0f} s with MAX_JOBS={os.environ.get('MAX_JOBS', 'default')} on {os.cpu_count()} cores")
+    raise SystemExit("; ".join(problems) or 0)
+
+
+if __name__ == "__main__":
+    main()
