@@ -19,7 +19,7 @@ pytestmark = [
 
 #: A folder that nobody can create, not even root.
 NOWHERE = "/dev/null/nowhere"
-CACHES = ("HOME", "XDG_CACHE_HOME", "PIP_CACHE_DIR", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "OCNN_FUSED_CACHE")
+CACHES = ("HOME", "XDG_CACHE_HOME", "TORCH_EXTENSIONS_DIR", "TRITON_CACHE_DIR", "OCNN_FUSED_CACHE")
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ def unwritable_caches() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         for name in CACHES:
             patch.setenv(name, NOWHERE)
+        patch.setenv("PIP_NO_CACHE_DIR", "1")  # pip's own, which it cannot do without in a path like that
         patch.setenv("OCNN_FUSED_CUDA", "0")  # takes minutes; `make cuda-build` builds it
         yield
 
