@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -22,8 +23,8 @@ from time import perf_counter
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def build(out: Path) -> tuple[Path, float]:
-    """The folder of the package with its extension, and how many seconds the build took."""
+def build(out: Path) -> tuple[Path, str]:
+    """The folder of the package with its extension, and how long the build took."""
     library = out / "lib"
     folders = ("--build-base", str(out), "--build-lib", str(library))
     start = perf_counter()
@@ -33,7 +34,9 @@ def build(out: Path) -> tuple[Path, float]:
         env={**os.environ, "OCNN_FUSED_CUDA": "1"},
         check=True,
     )
-    return library, perf_counter() - start
+    seconds, used = perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    processors = len(os.sched_getaffinity(0))
+    return library, f"{seconds:.0f} s on {processors} cores, {used.ru_utime + used.ru_stime:.0f} s of processor time"
 
 
 def kernels() -> Mapping[str, bool]:
@@ -100,11 +103,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder for objects and, in lib/, the package")
     out = parser.parse_args().out.resolve()
     try:
-        library, seconds = build(out)
+        library, duration = build(out)
     except subprocess.CalledProcessError as error:
         raise SystemExit(f"the build failed with exit code {error.returncode}") from None
     problems = check(library)
-    print(f"built in {seconds:.0f} s with MAX_JOBS={os.environ.get('MAX_JOBS', 'default')} on {os.cpu_count()} cores")
+    print(f"built in {duration}")
     raise SystemExit("; ".join(problems) or 0)
 
 
