@@ -46,13 +46,15 @@ def require_tools() -> None:
 
 
 def limit_jobs() -> None:
-    """Set MAX_JOBS from the cores we may use and the free memory, unless the user did."""
+    """Set MAX_JOBS from the cores we may use and the memory we can have, unless the user did."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
-        free = cores * BYTES_PER_JOB
-    os.environ.setdefault("MAX_JOBS", str(max(1, min(cores, free // BYTES_PER_JOB))))
+        # Not what is free: the cache of files, which Linux fills the rest with, counts as available.
+        kilobytes = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
+    except OSError:
+        kilobytes = None
+    fitting = int(kilobytes[1]) * 1024 // BYTES_PER_JOB if kilobytes else cores
+    os.environ.setdefault("MAX_JOBS", str(max(1, min(cores, fitting))))
 
 
 def find_ninja() -> None:
@@ -149,7 +151,8 @@ def flags() -> tuple[list[str], list[str]]:
 
 def nvcc_flags(files: int) -> list[str]:
     """Flags of nvcc, which compiles for several architectures at once where there are more cores than files."""
-    threads = max(1, int(os.environ["MAX_JOBS"]) // max(1, files))
+    jobs = os.environ["MAX_JOBS"]
+    threads = max(1, int(jobs) // max(1, files)) if jobs.isdigit() else 1
     return ["-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}"]
 
 
