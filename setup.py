@@ -156,10 +156,24 @@ def nvcc_flags(files: int) -> list[str]:
     return ["-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}"]
 
 
+def compiler_version() -> str:
+    """The first line in which the C++ compiler tells what it is."""
+    from torch.utils.cpp_extension import get_cxx_compiler
+
+    command = get_cxx_compiler()
+    try:
+        return subprocess.run([*command.split(), "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+    except OSError as error:
+        raise SystemExit(
+            f"ocnn-fused needs a C++ compiler, and {command!r} does not run ({error.strerror}): install one, set CXX, "
+            "or set OCNN_FUSED_BUILD_EXTENSION=0 to run its plans through PyTorch alone"
+        ) from None
+
+
 def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
     """The one extension module, and the facts of its build that go into build_info.json."""
     import torch
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension, get_cxx_compiler, include_paths
+    from torch.utils.cpp_extension import CppExtension, CUDAExtension, include_paths
 
     cuda = toolkit is not None
     compile_flags, link_flags = flags()
@@ -169,14 +183,13 @@ def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
     # As system headers torch's are exempt from our warnings; so are those of the CUDA libraries, behind the toolkit's.
     folders = include_paths("cuda" if cuda else "cpu")
     folders += map(str, cuda_toolkit.library_include_folders(toolkit) if toolkit else [])
-    compiler = subprocess.run([*get_cxx_compiler().split(), "--version"], capture_output=True, text=True).stdout
     facts = {
         "version": version(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": cuda_toolkit.dotted(toolkit.version) if toolkit else None,
         "architectures": sorted(re.findall(r",code=(\w+)", " ".join(architectures)), key=architecture_order),
-        "compiler": compiler.partition("\n")[0],
+        "compiler": compiler_version(),
         "flags": " ".join(compile_flags),
         "nvcc_flags": " ".join(cuda_flags),
         "cxx11_abi": torch.compiled_with_cxx11_abi(),

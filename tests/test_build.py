@@ -234,6 +234,15 @@ def test_neither_on_nor_off(cpu_torch: Environment) -> None:
     assert output.splitlines()[-1] == "OCNN_FUSED_CUDA must be 0 or 1, got 'yes'"
 
 
+@pytest.mark.slow
+def test_without_compiler(cpu_torch: Environment) -> None:
+    content, output = cpu_torch.setup(CXX="/nowhere/c++")
+    assert not content
+    assert output.splitlines()[-1].startswith(
+        "ocnn-fused needs a C++ compiler, and '/nowhere/c++' does not run (No such"
+    )
+
+
 def fake_torch(folder: Path) -> Path:
     """Python of a venv with FAKE_TORCH."""
     python = make_venv(folder, "setuptools")
