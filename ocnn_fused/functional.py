@@ -16,6 +16,9 @@ from .reference import frobenius_norm
 
 IntOrTuple = int | Sequence[int]
 
+#: What the ops take after the weights: strides, dilations and paddings, flattened; groups; side; backend.
+Geometry = tuple[list[int], list[int], list[int], list[int], str, str]
+
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -130,6 +133,21 @@ def kernel_orth_loss(
     )
 
 
+def geometry_of(
+    weights: list[Tensor],
+    strides: Sequence[IntOrTuple],
+    dilations: Sequence[IntOrTuple],
+    groups: Sequence[int],
+    paddings: Sequence[IntOrTuple | None],
+    backend: str | None = None,
+    precision: str | None = None,
+    launch: str | None = None,
+) -> Geometry:
+    """What :func:`fused_orth_loss_foreach` passes to the ops, checked once, for who calls them with it many times."""
+    encoded = _backend(backend, precision, launch)
+    return _geometry(weights, list(strides), list(dilations), list(groups), list(paddings), "auto", encoded, _PLURAL)
+
+
 _SINGULAR = {
     "weights": "weight",
     "strides": "stride",
@@ -170,6 +188,19 @@ def _losses(
     backend: str,
     names: dict[str, str],
 ) -> Sequence[Tensor]:
+    return orth_losses(weights, *_geometry(weights, strides, dilations, groups, paddings, side, backend, names))
+
+
+def _geometry(
+    weights: list[Tensor],
+    strides: list[Any],
+    dilations: list[Any],
+    groups: list[Any],
+    paddings: list[Any],
+    side: str,
+    backend: str,
+    names: dict[str, str],
+) -> Geometry:
     if side not in ("auto", "row", "column"):
         raise ValueError(f"side must be 'auto', 'row' or 'column', got {side!r}")
     flat_strides: list[int] = []
@@ -191,7 +222,7 @@ def _losses(
         flat_strides += stride
         flat_dilations += dilation
         flat_paddings += padding
-    return orth_losses(weights, flat_strides, flat_dilations, flat_paddings, groups, side, backend)
+    return flat_strides, flat_dilations, flat_paddings, groups, side, backend
 
 
 def _check_weight(label: str, weight: Any, first: Tensor) -> None:

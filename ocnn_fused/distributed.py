@@ -1,0 +1,51 @@
+"""Who computes what when several processes train one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .layers import wrappers
+
+Shard = bool | Literal["auto"]
+
+
+def balanced_shares(costs: Sequence[float], world: int) -> list[tuple[int, ...]]:
+    """Indices of ``costs`` for each of ``world`` ranks: the most expensive first, each to the rank with least so far.
+
+    Deterministic, so that every rank finds the same shares without a word exchanged.
+    """
+    shares: list[list[int]] = [[] for _ in range(world)]
+    loads = [0.0] * world
+    for index in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += costs[index]
+    return [tuple(sorted(share)) for share in shares]
+
+
+def sharing_group(model: nn.Module, shard: Shard) -> dist.ProcessGroup | None:
+    """The processes whose gradients are averaged, or None where each computes everything.
+
+    ``"auto"`` takes DistributedDataParallel's group and nothing else: without that wrapper nobody is known to average.
+    True takes the default group as well.
+    """
+    if shard is False or not dist.is_available() or not dist.is_initialized():
+        return None
+    for module in wrappers(model):
+        if isinstance(module, DistributedDataParallel):
+            return module.process_group
+    return dist.group.WORLD if shard is True else None
+
+
+def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:
+    """Average of a tensor over the processes of ``group``; a collective that all of them must call."""
+    if group is None or group.size() == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total, group=group)
+    return total / group.size()

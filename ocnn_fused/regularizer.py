@@ -1,0 +1,639 @@
+"""OrthRegularizer: the orthogonality loss of a whole model, in one line of a training loop."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from . import layers as find
+from .autograd import orth_losses
+from .backends.lowering import accumulation_dtype
+from .distributed import Shard, balanced_shares, mean_over, sharing_group
+from .functional import Geometry, geometry_of
+from .layers import Selector
+from .plan import CPU_RATES, Axis, Plan, make_plan, reduce_axis
+from .reference import frobenius_norm
+from .srip import srip_loss
+
+__all__ = ["OrthRegularizer"]
+
+Method = Literal["conv", "kernel", "srip"]
+Weight: TypeAlias = "float | Callable[[str, nn.Module], float] | Mapping[str, float]"
+
+_METHODS = ("conv", "kernel", "srip")
+_FEW_CHANNELS = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One regularised layer, as it was when the model was last looked at."""
+
+    name: str
+    module: nn.Module
+    weight: float  # lambda of this layer
+    method: Method
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def padding(self) -> int | None:
+        return None if self.method == "conv" else 0
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        geometry = zip(self.shape[2:], self.stride, self.dilation, strict=True)
+        return tuple(reduce_axis(k, s, d, self.padding) for k, s, d in geometry)
+
+    @property
+    def rows(self) -> int:
+        """Filters per group, M/groups."""
+        return self.shape[0] // self.groups
+
+    @property
+    def polyphase_channels(self) -> int:
+        """Input channels per group times the taps that one placement does not share: ``C' = C * prod(min(s, k))``."""
+        return self.shape[1] * prod(axis.residues for axis in self.axes)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What a CPU would do; the same on every rank, whatever its device."""
+        return None if self.method == "srip" else make_plan(self.rows, self.shape[1], self.axes, self.groups)
+
+    def cost(self, power_iterations: int) -> float:
+        """Estimated seconds of loss and gradient, for comparing layers."""
+        if self.plan is not None:
+            return self.plan.cost.seconds
+        return 4 * prod(self.shape) * 2 * (power_iterations + 3) / CPU_RATES.bandwidth
+
+    @property
+    def floor(self) -> int:
+        """Least value of the squared loss over all weights of this shape.
+
+        At every frequency the Gram matrix of M filters has a rank of at most C', so M - C' of its eigenvalues are 0
+        where 1 is wanted; a weight with orthonormal columns reaches the bound.
+        """
+        return 0 if self.method == "srip" else self.groups * max(0, self.rows - self.polyphase_channels)
+
+    @property
+    def has_orthogonal(self) -> bool:
+        """Whether a convolution of this shape can be orthogonal by rows or by columns.
+
+        By columns it must see every input pixel: all residues of the stride.
+        """
+        sees_all = all(axis.residues == s for axis, s in zip(self.axes, self.stride, strict=True))
+        return self.method != "conv" or self.floor == 0 or sees_all
+
+
+@dataclass(frozen=True, eq=False)
+class _Pass:
+    """Layers that are computed together: one device, one kind of loss."""
+
+    indices: tuple[int, ...]
+    geometry: Geometry | None  # None for SRIP
+    groups: tuple[int, ...]
+    dtype: torch.dtype  # of the losses
+    coefficients: tuple[float, ...]
+    weights: Tensor  # the same, on the device
+
+
+class OrthRegularizer:
+    r"""Orthogonality loss of all convolutions of a model: ``loss = criterion(model(x), y) + reg()``.
+
+    .. math:: R = f(t) \sum_l \lambda_l L(K_l), \quad
+              L(K) = \sum_t \lVert Z_t - [t=0] I \rVert_F^2 \text{ (see :func:`fused_orth_loss`)}
+
+    All layers go through one fused pass, each with its own stride, dilation and groups. The model is looked at again at
+    every call: replaced layers, frozen parameters, another device or dtype are noticed.
+
+    Layers are Linear, Conv1d/2d/3d and ConvTranspose1d/2d/3d modules, lazy ones once they have seen an input, with the
+    weight that they compute (parametrisations, weight norm, spectral norm, pruning), tied weights counted once. A
+    transposed convolution is regularised as the adjoint of the convolution with its weight ``(in, out/groups, k..)``:
+    loss zero means that it preserves the length of its input. A frozen weight counts in the value and gets no gradient.
+
+    Args:
+        model: the model, also wrapped in DataParallel, DistributedDataParallel, AveragedModel or ``torch.compile``.
+        weight: lambda; a float, a callable of (name, module), or a mapping from name patterns to floats (the first
+            pattern that matches counts, a layer that none matches is left out). A layer of weight 0 is not computed.
+        include: which layers: a name pattern (fnmatch), a module type, a predicate of (name, module), or several of
+            these. Default: every convolution with more than 3 input channels, no Linear.
+        exclude: which layers not, in the same terms.
+        method: "conv" (the paper's), "kernel" (``||K K^T - I||^2`` of the flattened weight) or "srip" (its squared
+            spectral norm, see :func:`srip_loss`), or a mapping from name patterns to these ("conv" where none matches).
+        squared: False takes the norm of each layer instead of its square.
+        normalize: "numel" divides each layer's loss by the number of elements of its weight, as the authors advise
+            against the imbalance of layers of different size.
+        schedule: a callable from the step number to a factor of the weight, see :mod:`ocnn_fused.schedules`. Steps are
+            counted by :meth:`step`.
+        every: apply the loss at each n-th step only, n times as strong; in between ``reg()`` is zero. Needs
+            :meth:`step` too.
+        shard: under DistributedDataParallel, compute on each rank its share of the layers times the world size; the
+            averaging of gradients that DDP does anyway then gives the full gradient. "auto": if the model is wrapped in
+            DDP. True: over the default process group too (gradients must be averaged over it). False: never.
+        preset: "paper-resnet" chooses the layers that the authors' ImageNet scripts regularise: in a block with two
+            3x3 convolutions the first, in a bottleneck block all three, and the 1x1 convolutions of the shortcuts;
+            every 1x1 by kernel orthogonality; neither stem nor classifier.
+        backend, precision, launch: as for :func:`fused_orth_loss`.
+        power_iterations: of SRIP.
+
+    Example::
+
+        reg = OrthRegularizer(model, weight=0.1)
+        for x, y in data:
+            loss = criterion(model(x), y) + reg()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            reg.step()              # only needed with a schedule or every > 1
+
+    ``print(reg)`` shows what is regularised, how, at which share of the cost, and what was left out and why.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        weight: Weight = 0.1,
+        *,
+        include: Selector | None = None,
+        exclude: Selector | None = None,
+        method: Method | Mapping[str, Method] = "conv",
+        squared: bool = True,
+        normalize: Literal["none", "numel"] = "none",
+        schedule: Callable[[int], float] | None = None,
+        every: int = 1,
+        shard: Shard = "auto",
+        preset: Literal["paper-resnet"] | None = None,
+        backend: str | None = None,
+        precision: str | None = None,
+        launch: str | None = None,
+        power_iterations: int = 8,
+    ) -> None:
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if normalize not in ("none", "numel"):
+            raise ValueError(f"normalize must be 'none' or 'numel', got {normalize!r}")
+        if shard not in ("auto", True, False):
+            raise ValueError(f"shard must be 'auto', True or False, got {shard!r}")
+        if preset not in (None, "paper-resnet"):
+            raise ValueError(f"preset must be None or 'paper-resnet', got {preset!r}")
+        if preset is not None and include is not None:
+            raise ValueError(
+                "include must be None with a preset, which chooses the layers itself; exclude may be given"
+            )
+        if schedule is not None and not callable(schedule):
+            raise TypeError(f"schedule must be None or a callable of the step number, got {schedule!r}")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ValueError(f"every must be a positive int, got {every!r}")
+        if isinstance(power_iterations, bool) or not isinstance(power_iterations, int) or power_iterations < 1:
+            raise ValueError(f"power_iterations must be a positive int, got {power_iterations!r}")
+        for value in method.values() if isinstance(method, Mapping) else (method,):
+            if value not in _METHODS:
+                raise ValueError(f"method must be one of {', '.join(map(repr, _METHODS))}, got {value!r}")
+        self.model = model
+        self.weight = weight
+        self.include = find.check_selector("include", include)
+        self.exclude = find.check_selector("exclude", exclude)
+        self.method = method
+        self.squared = squared
+        self.normalize = normalize
+        self.schedule = schedule
+        self.every = every
+        self.shard = shard
+        self.preset = preset
+        self.power_iterations = power_iterations
+        self._backend = {"backend": backend, "precision": precision, "launch": launch}
+        self._warned: set[str] = set()
+        self._steps = 0
+        self._factor = 1.0
+        self._set_factor()
+        self._seen: _Selection | None = None
+        self._check_patterns()
+        if not any(find.is_uninitialized(module) for _, module in find.named_layers(find.unwrap(model))):
+            self._look()
+
+    # -- the loss ------------------------------------------------------------------------------------------------------
+
+    def __call__(self) -> Tensor:
+        """The weighted sum of the layers' losses, a 0-dim tensor with a gradient to the weights.
+
+        float64 if any regularised weight is, else float32. With sharding this is the rank's share times the world size:
+        its average over the ranks is the full value (see :meth:`value`).
+        """
+        selection, weights = self._look()
+        rank, world = self._rank_and_world()
+        total: Tensor | None = None
+        if self._factor:
+            for part in selection.passes(selection.share(rank, world), weights):
+                losses = self._losses(part, weights)
+                value = torch.dot(losses, part.weights) * (self._factor * world)
+                total = value if total is None else total + value.to(total.device)
+        if total is None:
+            # A leaf, so that reg().backward() works at every step.
+            return torch.zeros((), device=selection.device, requires_grad=torch.is_grad_enabled())
+        return total
+
+    def per_layer(self) -> dict[str, Tensor]:
+        """Detached loss of every layer at its current weight, by name: unweighted 0-dim tensors, nothing synchronised.
+
+        Computed anew, loss only, all layers on every rank. Ready for a logger:
+        ``log({f"orth/{name}": loss for name, loss in reg.per_layer().items()})``.
+        """
+        values: dict[int, Tensor] = {}
+        with torch.no_grad():
+            selection, weights = self._look()
+            for part in selection.passes(selection.everything, weights):
+                values.update(zip(part.indices, self._losses(part, weights).unbind(), strict=True))
+        return {layer.name: values[index] for index, layer in enumerate(selection.layers)}
+
+    @torch.no_grad()
+    def add_grad_(self, scale: float | Tensor = 1.0, *, shard: bool = False) -> None:
+        """Add ``scale`` times the gradient of ``reg()`` to the ``.grad`` of the weights: no graph, the cheapest path.
+
+        Call it instead of adding ``reg()`` to the loss, between ``backward()`` and ``optimizer.step()``. With a
+        GradScaler, ``scale=scaler.get_scale()`` before ``scaler.step``; with gradient accumulation, once per optimiser
+        step. Computed weights (parametrisations, DTensor) and SRIP go through autograd, to the parameters behind them.
+        Hooks of the parameters do not run.
+
+        Every rank computes the full gradient, which is right before and after DDP's averaging. ``shard=True`` computes
+        the rank's share times the world size: cheaper, and right only *before* the backward that averages.
+        """
+        if not self._factor:
+            return
+        with torch.enable_grad():
+            selection, weights = self._look()
+        rank, world = self._rank_and_world() if shard else (0, 1)
+        wanted = [index for index in selection.share(rank, world) if weights[index].requires_grad]
+        direct = tuple(index for index in wanted if selection.is_direct(index, weights[index]))
+        factor = self._factor * world
+        for part in selection.passes(direct, weights):
+            parameters = [weights[index] for index in part.indices]
+            losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(
+                parameters,
+                *part.geometry,
+                [True] * len(parameters),  # type: ignore[misc]
+            )
+            factors: list[Any] = [value * factor for value in part.coefficients]
+            if not self.squared:  # d||R|| = d||R||^2 / (2 ||R||)
+                halves = [torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0) for loss in losses]
+                factors = [value * half for value, half in zip(factors, halves, strict=True)]
+            _accumulate(parameters, grads, [value * scale for value in factors])
+        through_graph = tuple(sorted(set(wanted) - set(direct)))
+        for part in selection.passes(through_graph, weights):
+            sources = (
+                source for index in part.indices for source in find.weight_sources(selection.layers[index].module)
+            )
+            leaves = [source for source in sources if source.requires_grad]
+            with torch.enable_grad():
+                value = torch.dot(self._losses(part, weights), part.weights) * factor
+            _accumulate(leaves, torch.autograd.grad(value, leaves), [scale] * len(leaves))
+
+    def value(self, loss: Tensor) -> Tensor:
+        """The full, detached value of what :meth:`__call__` returned on each rank: its average over the ranks.
+
+        A collective if the layers are shared out (every rank must call it), else just ``loss.detach()``.
+        """
+        return mean_over(sharing_group(self.model, self.shard), loss.detach())
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Count one optimiser step; the schedule and ``every`` go by it. Call it after ``optimizer.step()``.
+
+        As with learning-rate schedulers the count does not depend on how often the loss is computed, so gradient
+        accumulation, evaluation and recomputation do not disturb it. Without schedule and ``every`` it is not needed.
+        """
+        self._steps += 1
+        self._set_factor()
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> Any:
+        """Let ``optimizer.step()`` call :meth:`step`; returns a handle with ``remove()``."""
+        return optimizer.register_step_post_hook(lambda *_: self.step())
+
+    @property
+    def steps(self) -> int:
+        """Optimiser steps counted so far."""
+        return self._steps
+
+    @property
+    def factor(self) -> float:
+        """What the weights are multiplied by at this step: the schedule's value, times ``every`` or 0."""
+        return self._factor
+
+    def _set_factor(self) -> None:
+        factor = 1.0 if self.schedule is None else float(self.schedule(self._steps))
+        self._factor = factor * self.every if self._steps % self.every == 0 else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """The step count, and the schedule's own state if it has one. Weights are the model's business."""
+        save = getattr(self.schedule, "state_dict", None)
+        return {"steps": self._steps, "schedule": save() if save is not None else None}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken."""
+        if set(state) != {"steps", "schedule"}:
+            raise ValueError(f"state must have the keys 'steps' and 'schedule', got {sorted(state)}")
+        if state["schedule"] is not None:
+            load = getattr(self.schedule, "load_state_dict", None)
+            if load is None:
+                raise ValueError(f"state has a schedule, but this regularizer's is {self.schedule!r}")
+            load(state["schedule"])
+        self._steps = int(state["steps"])
+        self._set_factor()
+
+    # -- for people ----------------------------------------------------------------------------------------------------
+
+    @property
+    def layers(self) -> dict[str, Layer]:
+        """What is regularised, by name."""
+        return {layer.name: layer for layer in self._look()[0].layers}
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        """Layers that are not regularised, and why."""
+        return dict(self._look()[0].left_out)
+
+    def refresh(self) -> None:
+        """Look at the model anew at the next call.
+
+        Changes of the model are noticed without it; this is for when a predicate or a callable weight has changed.
+        """
+        self._seen = None
+
+    def __repr__(self) -> str:
+        weight = f"{self.weight:g}" if isinstance(self.weight, (int, float)) else type(self.weight).__name__
+        return f"OrthRegularizer({type(find.unwrap(self.model)).__name__}, weight={weight}, method={self.method!r})"
+
+    def __str__(self) -> str:
+        from .table import describe
+
+        return describe(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": None}
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _rank_and_world(self) -> tuple[int, int]:
+        group = sharing_group(self.model, self.shard)
+        return (0, 1) if group is None else (group.rank(), group.size())
+
+    def _losses(self, part: _Pass, weights: list[Tensor]) -> Tensor:
+        """Unweighted losses of one pass, 1-D; ``weights`` are those of all layers."""
+        chosen = [_whole(weights[index]) for index in part.indices]
+        if part.geometry is not None:
+            stacked = torch.stack([loss.to(part.dtype) for loss in orth_losses(chosen, *part.geometry)])
+            return stacked if self.squared else frobenius_norm(stacked)
+        options: dict[str, Any] = {"squared": self.squared, "power_iterations": self.power_iterations}
+        losses = [srip_loss(weight, groups=g, **options) for weight, g in zip(chosen, part.groups, strict=True)]
+        return torch.stack([loss.to(part.dtype) for loss in losses])
+
+    def _look(self) -> tuple[_Selection, list[Tensor]]:
+        """The layers of the model as it is now, found anew only if something changed, and their weights."""
+        weights = None if self._seen is None else self._seen.current_weights()
+        if weights is not None:
+            return self._seen, weights  # type: ignore[return-value]
+        self._seen = _Selection(self)
+        self._warn_once(self._seen)
+        return self._seen, [find.weight_of(layer.module) for layer in self._seen.layers]
+
+    def _weight_of(self, name: str, module: nn.Module) -> float | None:
+        if isinstance(self.weight, Mapping):
+            return next((value for pattern, value in self.weight.items() if find.matches(pattern, name, module)), None)
+        return self.weight(name, module) if callable(self.weight) else self.weight
+
+    def _method_of(self, name: str, module: nn.Module) -> Method:
+        if isinstance(self.method, Mapping):
+            return next(
+                (value for pattern, value in self.method.items() if find.matches(pattern, name, module)), "conv"
+            )
+        if self.preset is not None and self.method == "conv" and all(k == 1 for k in module.kernel_size):  # type: ignore[union-attr]
+            return "kernel"
+        return self.method
+
+    def _check_patterns(self) -> None:
+        names = [name for name, _ in find.named_layers(find.unwrap(self.model))]
+        for pattern in find.patterns(self.include):
+            if not any(find.matches(pattern, name, self.model) for name in names):
+                raise ValueError(
+                    f"include pattern {pattern!r} matches none of the layers {', '.join(names) or '(none)'}"
+                )
+
+    def _warn_once(self, selection: _Selection) -> None:
+        if not selection.layers and "" not in self._warned:
+            self._warned.add("")
+            warnings.warn("OrthRegularizer found no layer to regularise; print(reg) says why", stacklevel=4)
+        impossible = [
+            layer for layer in selection.layers if not layer.has_orthogonal and layer.name not in self._warned
+        ]
+        if not impossible:
+            return
+        self._warned.update(layer.name for layer in impossible)
+        listed = ", ".join(
+            f"{layer.name} ({'x'.join(map(str, layer.shape))}, stride {'x'.join(map(str, layer.stride))}): "
+            f"at least {layer.floor if self.squared else round(sqrt(layer.floor), 3)}"
+            for layer in impossible
+        )
+        warnings.warn(
+            "no orthogonal convolution exists with more filters than input channels times taps and a stride that skips "
+            f"input pixels; the loss of these layers cannot reach zero: {listed}",
+            stacklevel=4,
+        )
+
+
+class _Selection:
+    """The regularised layers of a model at one moment, and everything that follows from them."""
+
+    def __init__(self, reg: OrthRegularizer) -> None:
+        self.layers: list[Layer] = []
+        self.left_out: dict[str, str] = {}
+        self._squared = reg.squared
+        self._numel = reg.normalize == "numel"
+        self._backend = reg._backend
+        self._power_iterations = reg.power_iterations
+        self._passes: dict[tuple[int, ...], list[_Pass]] = {}
+        self._shares: dict[int, list[tuple[int, ...]]] = {}
+        model = find.unwrap(reg.model)
+        chosen = _paper_resnet(model) if reg.preset else None
+        owner: dict[int, str] = {}
+        for name, module in find.named_layers(model):
+            reason = _reason_to_leave_out(reg, name, module, chosen)
+            weight = reg._weight_of(name, module) if reason is None else None
+            if reason is None and weight is None:
+                reason = "no pattern of weight matches"
+            if reason is None and weight == 0:
+                reason = "weight 0"
+            if reason is None:
+                if find.is_uninitialized(module):
+                    raise RuntimeError(
+                        f"{name} is a {type(module).__name__} that has not seen an input yet; "
+                        "run the model once before the regularizer"
+                    )
+                first = owner.setdefault(id(find.weight_sources(module)[0]), name)
+                if first != name:
+                    reason = f"tied to {first}"
+            if reason is not None:
+                self.left_out[name] = reason
+                continue
+            self.layers.append(_layer(name, module, float(weight), reg._method_of(name, module)))  # type: ignore[arg-type]
+        self.everything = tuple(range(len(self.layers)))
+        self.device = self.layers[0].device if self.layers else torch.device("cpu")
+        # What is compared at every call: the tree of modules, and of each layer all that a plan depends on. Every
+        # layer's parameters are watched, of those left out too: one may have been tied to another.
+        self._tree = [(module._modules, tuple(module._modules.values())) for module in model.modules()]
+        self._watched = [module._parameters for _, module in find.named_layers(model)]
+        self._identities = self._identify()
+        self._states = [_state(layer.module, find.weight_of(layer.module)) for layer in self.layers]
+
+    def current_weights(self) -> list[Tensor] | None:
+        """The layers' weights if the model is still as it was, else None; tens of microseconds for a ResNet."""
+        for children, before in self._tree:
+            if tuple(children.values()) != before:
+                return None
+        identities = self._identify()
+        if identities != self._identities:
+            if _ties(identities) != _ties(self._identities):
+                return None
+            self._identities = identities
+        weights = [find.weight_of(layer.module) for layer in self.layers]
+        states = [_state(layer.module, weight) for layer, weight in zip(self.layers, weights, strict=True)]
+        return weights if states == self._states else None
+
+    def _identify(self) -> list[int]:
+        return [id(parameters.get("weight")) for parameters in self._watched]
+
+    def is_direct(self, index: int, weight: Tensor) -> bool:
+        """Whether the op's gradient is the parameter's own."""
+        return self.layers[index].method != "srip" and find.is_plain(weight)
+
+    def share(self, rank: int, world: int) -> tuple[int, ...]:
+        if world == 1:
+            return self.everything
+        if world not in self._shares:
+            costs = [layer.cost(self._power_iterations) for layer in self.layers]
+            self._shares[world] = balanced_shares(costs, world)
+        return self._shares[world][rank]
+
+    def passes(self, indices: tuple[int, ...], weights: list[Tensor]) -> list[_Pass]:
+        """The chosen layers, put together by device and by kind of loss."""
+        if indices not in self._passes:
+            kinds: dict[tuple[torch.device, bool], list[int]] = {}
+            for index in indices:
+                layer = self.layers[index]
+                kinds.setdefault((layer.device, layer.method == "srip"), []).append(index)
+            self._passes[indices] = [self._pass(tuple(members), srip, weights) for (_, srip), members in kinds.items()]
+        return self._passes[indices]
+
+    def _pass(self, indices: tuple[int, ...], srip: bool, weights: list[Tensor]) -> _Pass:
+        layers = [self.layers[index] for index in indices]
+        groups = tuple(layer.groups for layer in layers)
+        geometry = (
+            None
+            if srip
+            else geometry_of(
+                [weights[index] for index in indices],
+                [layer.stride for layer in layers],
+                [layer.dilation for layer in layers],
+                groups,
+                [layer.padding for layer in layers],
+                **self._backend,
+            )
+        )
+        dtypes = {accumulation_dtype(layer.dtype) for layer in layers}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        coefficients = tuple(layer.weight / (prod(layer.shape) if self._numel else 1) for layer in layers)
+        return _Pass(
+            indices,
+            geometry,
+            groups,
+            dtype,
+            coefficients,
+            torch.tensor(coefficients, dtype=dtype, device=layers[0].device),
+        )
+
+
+def _state(module: nn.Module, weight: Tensor) -> tuple[Any, ...]:
+    """All that a layer's plan depends on."""
+    get = module.__dict__.get
+    return weight.shape, weight.dtype, weight.device, get("stride"), get("dilation"), get("groups")
+
+
+def _ties(identities: list[int]) -> list[int]:
+    """For each weight the position of the first that is the same one."""
+    first: dict[int, int] = {}
+    return [first.setdefault(identity, index) for index, identity in enumerate(identities)]
+
+
+def _layer(name: str, module: nn.Module, coefficient: float, method: Method) -> Layer:
+    weight = find.weight_of(module)
+    axes = len(module.kernel_size) if find.is_convolution(module) else 0  # type: ignore[arg-type]
+    if weight.dim() != axes + 2:
+        raise ValueError(
+            f"weight of {name} ({type(module).__name__}) must have {axes + 2} dimensions, got {tuple(weight.shape)}; "
+            "if FullyShardedDataParallel flattened it, use fully_shard (FSDP2), or call the regularizer within "
+            "summon_full_params"
+        )
+    stride = tuple(module.stride) if axes else ()  # type: ignore[arg-type]
+    dilation = tuple(module.dilation) if axes else ()  # type: ignore[arg-type]
+    groups = int(module.groups) if axes else 1  # type: ignore[arg-type]
+    return Layer(
+        name, module, coefficient, method, tuple(weight.shape), stride, dilation, groups, weight.dtype, weight.device
+    )
+
+
+def _reason_to_leave_out(
+    reg: OrthRegularizer, name: str, module: nn.Module, chosen: frozenset[nn.Module] | None
+) -> str | None:
+    if reg.exclude is not None and find.matches(reg.exclude, name, module):
+        return "excluded"
+    if chosen is not None:
+        return None if module in chosen else f"not in preset {reg.preset}"
+    if reg.include is not None:
+        return None if find.matches(reg.include, name, module) else "not included"
+    if not find.is_convolution(module):
+        return "a Linear layer; include it by name or type"
+    if not find.is_uninitialized(module) and module.in_channels <= _FEW_CHANNELS:  # type: ignore[operator]
+        return f"{module.in_channels} input channels"
+    return None
+
+
+def _paper_resnet(model: nn.Module) -> frozenset[nn.Module]:
+    """Of each residual block: conv1, or conv1 to conv3 of a bottleneck, and the shortcut's convolution."""
+    chosen: list[nn.Module] = []
+    for block in model.modules():
+        children = dict(block.named_children())
+        if not {"conv1", "conv2"} <= children.keys():
+            continue
+        names = ("conv1", "conv2", "conv3") if "conv3" in children else ("conv1",)
+        chosen += [children[name] for name in names]
+        for shortcut in ("downsample", "shortcut"):
+            if shortcut in children:
+                chosen += [module for module in children[shortcut].modules() if find.is_convolution(module)]
+    if not chosen:
+        raise ValueError(
+            "preset 'paper-resnet' needs blocks with children conv1 and conv2, and found none in the model"
+        )
+    return frozenset(chosen)
+
+
+def _whole(weight: Tensor) -> Tensor:
+    """The weight in one piece, with a gradient that goes back to where the pieces are."""
+    return weight.full_tensor() if find.is_spread(weight) else weight  # type: ignore[attr-defined]
+
+
+def _accumulate(parameters: Sequence[Tensor], grads: Iterable[Tensor], scales: Iterable[float | Tensor]) -> None:
+    """``parameter.grad += scale * grad``; ``grads`` are our own memory and may become the parameter's."""
+    for parameter, grad, scale in zip(parameters, grads, scales, strict=True):
+        grad.mul_(scale)
+        if parameter.grad is None:
+            parameter.grad = grad
+        else:
+            parameter.grad.add_(grad)
