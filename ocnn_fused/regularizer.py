@@ -101,7 +101,8 @@ class _Pass:
     indices: tuple[int, ...]
     geometry: Geometry | None  # None for SRIP
     groups: tuple[int, ...]
-    dtype: torch.dtype  # of the losses
+    dtype: torch.dtype  # of the sum
+    mixed: bool  # some losses have another dtype
     coefficients: tuple[float, ...]
     weights: Tensor  # the same, on the device
 
@@ -390,11 +391,11 @@ class OrthRegularizer:
         """Unweighted losses of one pass, 1-D; ``weights`` are those of all layers."""
         chosen = [_whole(weights[index]) for index in part.indices]
         if part.geometry is not None:
-            stacked = torch.stack([loss.to(part.dtype) for loss in orth_losses(chosen, *part.geometry)])
+            stacked = _stack(orth_losses(chosen, *part.geometry), part)
             return stacked if self.squared else frobenius_norm(stacked)
         options: dict[str, Any] = {"squared": self.squared, "power_iterations": self.power_iterations}
         losses = [srip_loss(weight, groups=g, **options) for weight, g in zip(chosen, part.groups, strict=True)]
-        return torch.stack([loss.to(part.dtype) for loss in losses])
+        return _stack(losses, part)
 
     def _look(self) -> tuple[_Selection, list[Tensor]]:
         """The layers of the model as it is now, found anew only if something changed, and their weights."""
@@ -555,6 +556,7 @@ class _Selection:
             geometry,
             groups,
             dtype,
+            len(dtypes) > 1,
             coefficients,
             torch.tensor(coefficients, dtype=dtype, device=layers[0].device),
         )
@@ -624,9 +626,15 @@ def _paper_resnet(model: nn.Module) -> frozenset[nn.Module]:
     return frozenset(chosen)
 
 
+def _stack(losses: Sequence[Tensor], part: _Pass) -> Tensor:
+    return torch.stack([loss.to(part.dtype) for loss in losses] if part.mixed else list(losses))
+
+
 def _whole(weight: Tensor) -> Tensor:
     """The weight in one piece, with a gradient that goes back to where the pieces are."""
-    return weight.full_tensor() if find.is_spread(weight) else weight  # type: ignore[attr-defined]
+    if find.is_plain(weight) or not find.is_spread(weight):
+        return weight
+    return weight.full_tensor()  # type: ignore[attr-defined]
 
 
 def _accumulate(parameters: Sequence[Tensor], grads: Iterable[Tensor], scales: Iterable[float | Tensor]) -> None:
