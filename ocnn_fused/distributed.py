@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Literal
 
@@ -36,10 +37,26 @@ def sharing_group(model: nn.Module, shard: Shard) -> dist.ProcessGroup | None:
     """
     if shard is False or not dist.is_available() or not dist.is_initialized():
         return None
-    for module in wrappers(model):
-        if isinstance(module, DistributedDataParallel):
-            return module.process_group
+    parallel = _data_parallel(model)
+    if parallel is not None:
+        return parallel.process_group
     return dist.group.WORLD if shard is True else None
+
+
+def is_data_parallel(model: nn.Module) -> bool:
+    """Whether the model is wrapped in DistributedDataParallel."""
+    return _data_parallel(model) is not None
+
+
+def _data_parallel(model: nn.Module) -> DistributedDataParallel | None:
+    return next((module for module in wrappers(model) if isinstance(module, DistributedDataParallel)), None)
+
+
+def under_fully_shard(model: nn.Module) -> frozenset[nn.Module]:
+    """Modules whose parameters ``fully_shard`` manages; where nobody imported it there are none."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = getattr(fsdp, "FSDPModule", ())
+    return frozenset(part for module in model.modules() if isinstance(module, kind) for part in module.modules())
 
 
 def mean_over(group: dist.ProcessGroup | None, value: Tensor) -> Tensor:

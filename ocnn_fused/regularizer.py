@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from . import layers as find
 from .autograd import orth_losses
 from .backends.lowering import accumulation_dtype
-from .distributed import Shard, balanced_shares, mean_over, sharing_group
+from .distributed import Shard, balanced_shares, is_data_parallel, mean_over, sharing_group, under_fully_shard
 from .functional import Geometry, geometry_of
 from .layers import Selector
 from .plan import CPU_RATES, Axis, Plan, make_plan, reduce_axis
@@ -230,17 +230,14 @@ class OrthRegularizer:
         its average over the ranks is the full value (see :meth:`value`).
         """
         selection, weights = self._look()
-        rank, world = self._rank_and_world()
+        rank, world = self._rank_and_world(weights)
         total: Tensor | None = None
         if self._factor:
             for part in selection.passes(selection.share(rank, world), weights):
                 losses = self._losses(part, weights)
                 value = torch.dot(losses, part.weights) * (self._factor * world)
                 total = value if total is None else total + value.to(total.device)
-        if total is None:
-            # A leaf, so that reg().backward() works at every step.
-            return torch.zeros((), device=selection.device, requires_grad=torch.is_grad_enabled())
-        return total
+        return selection.zero.clone() if total is None else total
 
     def per_layer(self) -> dict[str, Tensor]:
         """Detached loss of every layer at its current weight, by name: unweighted 0-dim tensors, nothing synchronised.
@@ -271,9 +268,15 @@ class OrthRegularizer:
             return
         with torch.enable_grad():
             selection, weights = self._look()
-        rank, world = self._rank_and_world() if shard else (0, 1)
+        rank, world = self._rank_and_world(weights) if shard else (0, 1)
         wanted = [index for index in selection.share(rank, world) if weights[index].requires_grad]
         direct = tuple(index for index in wanted if selection.is_direct(index, weights[index]))
+        for index in direct:
+            if selection.layers[index].module in selection.fully_sharded:
+                raise RuntimeError(
+                    f"{selection.layers[index].name} is unsharded: FSDP would drop what is added to its .grad; call "
+                    "model.reshard() before add_grad_()"
+                )
         factor = self._factor * world
         for part in selection.passes(direct, weights):
             parameters = [weights[index] for index in part.indices]
@@ -363,11 +366,13 @@ class OrthRegularizer:
         return dict(self._look()[0].left_out)
 
     def refresh(self) -> None:
-        """Look at the model anew at the next call.
+        """Look at the model anew.
 
-        Changes of the model are noticed without it; this is for when a predicate or a callable weight has changed.
+        Changes of the model are noticed without it. It is for when a predicate or a callable weight has changed, and
+        for looking outside a ``torch.compile(fullgraph=True)`` that is to be traced again.
         """
         self._seen = None
+        self._look()
 
     def __repr__(self) -> str:
         weight = f"{self.weight:g}" if isinstance(self.weight, (int, float)) else type(self.weight).__name__
@@ -383,9 +388,16 @@ class OrthRegularizer:
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
-    def _rank_and_world(self) -> tuple[int, int]:
+    def _rank_and_world(self, weights: list[Tensor]) -> tuple[int, int]:
         group = sharing_group(self.model, self.shard)
-        return (0, 1) if group is None else (group.rank(), group.size())
+        if group is None:
+            return 0, 1
+        if self.shard is True and not is_data_parallel(self.model) and any(map(find.is_spread, weights)):
+            raise ValueError(
+                "shard=True needs whole weights on every rank, but some are DTensors, which all ranks must gather "
+                "together (full_tensor()); use shard='auto' or False"
+            )
+        return group.rank(), group.size()
 
     def _losses(self, part: _Pass, weights: list[Tensor]) -> Tensor:
         """Unweighted losses of one pass, 1-D; ``weights`` are those of all layers."""
@@ -486,13 +498,22 @@ class _Selection:
                 continue
             self.layers.append(_layer(name, module, float(weight), reg._method_of(name, module)))  # type: ignore[arg-type]
         self.everything = tuple(range(len(self.layers)))
-        self.device = self.layers[0].device if self.layers else torch.device("cpu")
+        # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
+        self.zero = torch.zeros(
+            (),
+            dtype=_sum_dtype(self.layers),
+            device=self.layers[0].device if self.layers else None,
+            requires_grad=True,
+        )
         # What is compared at every call: the tree of modules, and of each layer all that a plan depends on. Every
         # layer's parameters are watched, of those left out too: one may have been tied to another.
         self._tree = [(module._modules, tuple(module._modules.values())) for module in model.modules()]
         self._watched = [module._parameters for _, module in find.named_layers(model)]
         self._identities = self._identify()
-        self._states = [_state(layer.module, find.weight_of(layer.module)) for layer in self.layers]
+        weights = [find.weight_of(layer.module) for layer in self.layers]
+        self._states = [_state(layer.module, weight) for layer, weight in zip(self.layers, weights, strict=True)]
+        self.fully_sharded = under_fully_shard(model)
+        self.passes(self.everything, weights)  # checks what the ops take, now rather than in the first step
 
     def current_weights(self) -> list[Tensor] | None:
         """The layers' weights if the model is still as it was, else None; tens of microseconds for a ResNet."""
@@ -548,18 +569,21 @@ class _Selection:
                 **self._backend,
             )
         )
-        dtypes = {accumulation_dtype(layer.dtype) for layer in layers}
-        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        dtype = _sum_dtype(layers)
         coefficients = tuple(layer.weight / (prod(layer.shape) if self._numel else 1) for layer in layers)
         return _Pass(
             indices,
             geometry,
             groups,
             dtype,
-            len(dtypes) > 1,
+            any(accumulation_dtype(layer.dtype) != dtype for layer in layers),
             coefficients,
             torch.tensor(coefficients, dtype=dtype, device=layers[0].device),
         )
+
+
+def _sum_dtype(layers: Iterable[Layer]) -> torch.dtype:
+    return torch.float64 if any(layer.dtype == torch.float64 for layer in layers) else torch.float32
 
 
 def _state(module: nn.Module, weight: Tensor) -> tuple[Any, ...]:

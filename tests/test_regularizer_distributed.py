@@ -1,0 +1,393 @@
+"""Real processes with gloo: the gradients of many are those of one.
+
+Each world is started once and runs every check; a test looks up the result of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import traceback
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import weight_norm
+
+from ocnn_fused import OrthRegularizer
+from ocnn_fused.distributed import balanced_shares
+
+pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+
+WORLDS = (2, 4)
+CHECKS: dict[str, Callable[[], None]] = {}
+
+
+def check(function: Callable[[], None]) -> Callable[[], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What runs in every process
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    """Three layers to share, of different cost, and others; no batch statistics, which would differ per rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(4, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, 2, 1),
+        nn.ReLU(),
+        nn.ConvTranspose2d(16, 6, 2, 2),
+        nn.Flatten(),
+        nn.Linear(6 * 64, 5),
+    ).double()
+
+
+def batch(part: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(part)
+    inputs = torch.randn(2, 4, 8, 8, generator=generator, dtype=torch.float64)
+    return inputs, torch.randint(5, (2,), generator=generator)
+
+
+def task(model: nn.Module, part: int) -> Tensor:
+    inputs, labels = batch(part)
+    return F.cross_entropy(model(inputs), labels)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    return [whole(parameter.grad) for parameter in model.parameters()]
+
+
+def alone(parts: int, regularised: float = 1.0, model: nn.Module | None = None, **options: Any) -> list[Tensor]:
+    """Gradients of one process that sees all parts of the batch."""
+    model = network() if model is None else model
+    loss = sum(task(model, part) for part in range(parts)) / parts
+    (loss + regularised * OrthRegularizer(model, **options)()).backward()
+    return gradients(model)
+
+
+def assert_same(ours: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(ours, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def parallel(model: nn.Module | None = None, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(network() if model is None else model, **options)
+
+
+@check
+def gradients_after_averaging() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = alone(world)
+    for shard in ("auto", True, False):
+        for options in (
+            {},
+            {"static_graph": True},
+            {"find_unused_parameters": True},
+            {"gradient_as_bucket_view": True},
+        ):
+            model = parallel(**options)
+            reg = OrthRegularizer(model, shard=shard)
+            assert set(reg.layers) == {"0", "2", "4"}
+            for _ in range(2):  # DDP rebuilds its buckets after the first
+                model.zero_grad()
+                (task(model, rank) + reg()).backward()
+                assert_same(gradients(model), expected)
+
+
+@check
+def shares_cover_the_layers() -> None:
+    """Three layers: an odd number for two ranks, fewer than four ranks; the mean of the values is the full value."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = parallel()
+    reg = OrthRegularizer(model)
+    loss = reg()
+    full = OrthRegularizer(network())().detach()
+    torch.testing.assert_close(reg.value(loss), full)
+    assert not reg.value(loss).requires_grad
+    touched = [g is not None for g in torch.autograd.grad(loss, model.parameters(), allow_unused=True)]
+    everyone: list[Any] = [None] * world
+    dist.all_gather_object(everyone, touched)
+    assert [sum(column) for column in zip(*everyone, strict=True)] == [1, 0, 1, 0, 1, 0, 0, 0]
+    if world > 3:
+        assert any(not any(row) for row in everyone)
+    off = OrthRegularizer(model, shard=False)
+    torch.testing.assert_close(off(), full)
+    torch.testing.assert_close(off.value(off()), full)
+    torch.testing.assert_close(torch.stack([*reg.per_layer().values()]).sum() * 0.1, full)
+    assert OrthRegularizer(model.module)().item() == full.item(), f"rank {rank}: no wrapper, no sharing"
+
+
+@check
+def accumulation_without_synchronising() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    steps = 3
+    expected = alone(steps * world)
+    for shard in ("auto", False):
+        for at_every_part in (True, False):
+            model = parallel()
+            reg = OrthRegularizer(model, shard=shard)
+            for index in range(steps):
+                last = index == steps - 1
+                with nullcontext() if last else model.no_sync():
+                    loss = task(model, index * world + rank) / steps
+                    if at_every_part:
+                        loss = loss + reg() / steps
+                    elif last:
+                        loss = loss + reg()
+                    loss.backward()
+            assert_same(gradients(model), expected)
+
+
+@check
+def training_follows_one_process() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, single = parallel(), network()
+    results = []
+    for net, parts in ((model, (rank,)), (single, range(world))):
+        reg = OrthRegularizer(net, weight={"0": 0.1, "*": 0.02}, normalize="numel", squared=False, every=2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        reg.attach(optimizer)
+        for _ in range(5):
+            optimizer.zero_grad()
+            (sum(task(net, part) for part in parts) / len(parts) + reg()).backward()
+            optimizer.step()
+        results.append([parameter.detach() for parameter in net.parameters()])
+    assert_same(*results)
+
+
+@check
+def other_methods_and_computed_weights() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+
+    def build() -> nn.Module:
+        model = network()
+        weight_norm(model[2])
+        return model
+
+    options = {"method": {"4": "srip", "0": "kernel"}, "include": "*"}
+    expected = alone(world, model=build(), **options)
+    model = parallel(build())
+    (task(model, rank) + OrthRegularizer(model, **options)()).backward()
+    assert_same(gradients(model), expected)
+
+
+@check
+def gradients_added_directly() -> None:
+    """After the averaging every rank adds everything; before it, the rank's share will do."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = alone(world)
+    for before, shard in ((False, False), (True, False), (True, True)):
+        model = parallel()
+        reg = OrthRegularizer(model)
+        for _ in range(2):
+            model.zero_grad()
+            if before:
+                reg.add_grad_(shard=shard)
+            task(model, rank).backward()
+            if not before:
+                reg.add_grad_()
+            assert_same(gradients(model), expected)
+
+
+@check
+def averaging_by_hand() -> None:
+    """Without DDP, ``shard=True`` shares over the default group for who averages the gradients themselves."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = network()
+    (task(model, rank) + OrthRegularizer(model, shard=True)()).backward()
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= world
+    assert_same(gradients(model), alone(world))
+
+
+@check
+def a_group_of_some_ranks() -> None:
+    """The world is DDP's group, not all processes."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    groups = [dist.new_group([first, first + 1]) for first in range(0, world, 2)]
+    model = parallel(process_group=groups[rank // 2])
+    reg = OrthRegularizer(model)
+    loss = task(model, rank % 2) + reg()
+    loss.backward()
+    assert_same(gradients(model), alone(2))
+
+
+@check
+def fully_sharded_parameters() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    expected = alone(world)
+    for each_layer in (True, False):
+        for reshard in (True, False):  # False leaves whole parameters in place between forward and backward
+            for before in (True, False):
+                model = network()
+                if each_layer:
+                    for index in (0, 2, 4):
+                        fully_shard(model[index], reshard_after_forward=reshard)
+                fully_shard(model, reshard_after_forward=reshard)
+                reg = OrthRegularizer(model)
+                for _ in range(2):
+                    model.zero_grad()
+                    penalty = reg() if before else 0.0
+                    loss = task(model, rank)
+                    (loss + (penalty if before else reg())).backward()
+                    assert_same(gradients(model), expected)
+                    assert all(hasattr(parameter.grad, "full_tensor") for parameter in model.parameters())
+    values = {name: loss.item() for name, loss in OrthRegularizer(network()).per_layer().items()}
+    assert {name: loss.item() for name, loss in reg.per_layer().items()} == pytest.approx(values)
+    assert "8x4x3x3" in str(reg)
+
+
+@check
+def fully_sharded_in_other_loops() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = network()
+    fully_shard(model)
+    reg = OrthRegularizer(model)
+    steps = 2
+    for index in range(steps):
+        model.set_requires_gradient_sync(index == steps - 1)
+        (task(model, index * world + rank) / steps + reg() / steps).backward()
+    assert_same(gradients(model), alone(steps * world))
+
+    model.zero_grad()
+    task(model, rank).backward()
+    reg.add_grad_()
+    assert_same(gradients(model), alone(world))
+
+    model.unshard()
+    with pytest.raises(RuntimeError, match=r"reshard\(\)"):
+        reg.add_grad_()
+    model.reshard()
+    with pytest.raises(ValueError, match=r"full_tensor\(\)"):
+        OrthRegularizer(model, shard=True)()
+
+
+@check
+def tensor_parallel_layers() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 6)).double()
+
+    single = build()
+    expected = OrthRegularizer(single, include="*")()
+    expected.backward()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = parallelize_module(build(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    reg = OrthRegularizer(model, include="*")
+    for add in (False, True):
+        model.zero_grad()
+        if add:
+            reg.add_grad_()
+        else:
+            loss = reg()
+            torch.testing.assert_close(loss, expected)
+            loss.backward()
+        for index in (0, 2):
+            weight = model[index].weight
+            assert weight.grad.placements == weight.placements
+            torch.testing.assert_close(whole(weight.grad), single[index].weight.grad, rtol=1e-12, atol=1e-12)
+
+
+def run(rank: int, world: int, folder: str) -> None:
+    """Every check, in the same order on all ranks; rank 0 writes down what each rank says."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    results = {}
+    for name, function in CHECKS.items():
+        try:
+            function()
+            error = None
+        except Exception:
+            error = f"rank {rank}: {traceback.format_exc()}"
+        errors: list[Any] = [None] * world
+        dist.all_gather_object(errors, error)
+        results[name] = "\n".join(filter(None, errors))
+        if rank == 0:
+            Path(folder, "results.json").write_text(json.dumps(results))
+        if results[name]:
+            break  # ranks may be out of step now
+    dist.destroy_process_group()
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tests
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=WORLDS)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("world")
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        mp.spawn(run, (request.param, str(folder)), nprocs=request.param)
+    finally:
+        os.environ.pop("OMP_NUM_THREADS")
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    return json.loads((folder / "results.json").read_text())
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_processes(results: dict[str, str], name: str) -> None:
+    assert results.get(name, "did not run, because one before it failed") == ""
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 7, 30])
+def test_shares_are_balanced(world: int) -> None:
+    costs = [1.0, 5.0, 2.5, 2.5, 9.0, 0.1, 0.1, 4.0, 4.0, 4.0, 1.0]
+    shares = balanced_shares(costs, world)
+    assert len(shares) == world
+    assert sorted(index for share in shares for index in share) == list(range(len(costs)))
+    loads = [sum(costs[index] for index in share) for share in shares]
+    # The bound of this greedy rule: no rank is behind by more than one layer that came last to it.
+    assert max(loads) <= max(max(costs), 4 / 3 * max(sum(costs) / world, max(costs)))
+    assert shares == balanced_shares(costs, world)
+
+
+def test_equal_costs_go_round() -> None:
+    assert balanced_shares([1.0] * 5, 2) == [(0, 2, 4), (1, 3)]
+    assert balanced_shares([], 2) == [(), ()]
+    assert balanced_shares([3.0, 1.0, 1.0, 1.0], 2) == [(0,), (1, 2, 3)]
+
+
+def test_sharding_without_processes_is_no_sharding() -> None:
+    model = network()
+    assert torch.equal(OrthRegularizer(model, shard=True)(), OrthRegularizer(model, shard=False)())
+
+
+def test_copies_are_independent() -> None:
+    """The networks of the checks are equal, and not the same."""
+    first, second = network(), copy.deepcopy(network())
+    assert all(torch.equal(a, b) and a is not b for a, b in zip(first.parameters(), second.parameters(), strict=True))
