@@ -127,14 +127,20 @@ def weight_sources(module: nn.Module) -> tuple[Tensor, ...]:
     return tuple(parameter for name, parameter in module.named_parameters() if name != "bias")
 
 
+def identity(module: nn.Module) -> int:
+    """The same number for layers with the same weight."""
+    sources = weight_sources(module)
+    return id(sources[0] if sources else module)
+
+
 def _computed_weight(module: nn.Module) -> Tensor:
     """By torch.nn.utils: parametrisations, old-style weight norm and spectral norm, pruning.
 
     The old-style ones set the attribute in a forward hook: it is out of date after an optimiser step, and its graph may
     be used up, so the hook is asked again.
     """
-    device = next(module.parameters()).device
-    with torch.autocast(device.type, enabled=False):
+    sources = weight_sources(module)
+    with torch.autocast(sources[0].device.type if sources else "cpu", enabled=False):
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, WeightNorm) and hook.name == "weight":
                 return hook.compute_weight(module)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod, sqrt
+from math import inf, prod, sqrt
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -196,6 +196,11 @@ class OrthRegularizer:
             raise ValueError(f"every must be a positive int, got {every!r}")
         if isinstance(power_iterations, bool) or not isinstance(power_iterations, int) or power_iterations < 1:
             raise ValueError(f"power_iterations must be a positive int, got {power_iterations!r}")
+        if isinstance(weight, Mapping):
+            for pattern, value in weight.items():
+                _check_weight(f"weight[{pattern!r}]", value)
+        elif not callable(weight):
+            _check_weight("weight", weight)
         for value in method.values() if isinstance(method, Mapping) else (method,):
             if value not in _METHODS:
                 raise ValueError(f"method must be one of {', '.join(map(repr, _METHODS))}, got {value!r}")
@@ -368,8 +373,8 @@ class OrthRegularizer:
     def refresh(self) -> None:
         """Look at the model anew.
 
-        Changes of the model are noticed without it. It is for when a predicate or a callable weight has changed, and
-        for looking outside a ``torch.compile(fullgraph=True)`` that is to be traced again.
+        Changes of the model and of this object's attributes are noticed without it. It is for when a predicate or a
+        callable weight judges anew, and for looking outside a ``torch.compile(fullgraph=True)`` that is traced again.
         """
         self._seen = None
         self._look()
@@ -382,6 +387,11 @@ class OrthRegularizer:
         from .table import describe
 
         return describe(self)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_"):  # another weight, method, ...: what was worked out from it no longer holds
+            self.__dict__["_seen"] = None
+        self.__dict__[name] = value
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": None}
@@ -414,14 +424,19 @@ class OrthRegularizer:
         weights = None if self._seen is None else self._seen.current_weights()
         if weights is not None:
             return self._seen, weights  # type: ignore[return-value]
-        self._seen = _Selection(self)
+        with torch.inference_mode(False):  # what is kept must serve in training too
+            self._seen = _Selection(self)
         self._warn_once(self._seen)
         return self._seen, [find.weight_of(layer.module) for layer in self._seen.layers]
 
     def _weight_of(self, name: str, module: nn.Module) -> float | None:
         if isinstance(self.weight, Mapping):
             return next((value for pattern, value in self.weight.items() if find.matches(pattern, name, module)), None)
-        return self.weight(name, module) if callable(self.weight) else self.weight
+        if not callable(self.weight):
+            return self.weight
+        value = self.weight(name, module)
+        _check_weight(f"weight of {name}", value)
+        return value
 
     def _method_of(self, name: str, module: nn.Module) -> Method:
         if isinstance(self.method, Mapping):
@@ -490,7 +505,7 @@ class _Selection:
                         f"{name} is a {type(module).__name__} that has not seen an input yet; "
                         "run the model once before the regularizer"
                     )
-                first = owner.setdefault(id(find.weight_sources(module)[0]), name)
+                first = owner.setdefault(find.identity(module), name)
                 if first != name:
                     reason = f"tied to {first}"
             if reason is not None:
@@ -613,6 +628,15 @@ def _layer(name: str, module: nn.Module, coefficient: float, method: Method) -> 
     return Layer(
         name, module, coefficient, method, tuple(weight.shape), stride, dilation, groups, weight.dtype, weight.device
     )
+
+
+def _check_weight(label: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{label} must be a float, a callable of (name, module) or a mapping of patterns, got {value!r}"
+        )
+    if not 0 <= value < inf:
+        raise ValueError(f"{label} must be finite and not negative, got {value!r}")
 
 
 def _reason_to_leave_out(
