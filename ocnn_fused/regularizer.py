@@ -201,9 +201,9 @@ class OrthRegularizer:
                 _check_weight(f"weight[{pattern!r}]", value)
         elif not callable(weight):
             _check_weight("weight", weight)
-        for value in method.values() if isinstance(method, Mapping) else (method,):
-            if value not in _METHODS:
-                raise ValueError(f"method must be one of {', '.join(map(repr, _METHODS))}, got {value!r}")
+        for name in method.values() if isinstance(method, Mapping) else (method,):
+            if name not in _METHODS:
+                raise ValueError(f"method must be one of {', '.join(map(repr, _METHODS))}, got {name!r}")
         self.model = model
         self.weight = weight
         self.include = find.check_selector("include", include)

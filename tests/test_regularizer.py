@@ -65,7 +65,7 @@ def assert_added(reg: OrthRegularizer, model: nn.Module, expected: dict[str, Ten
         reg.add_grad_(**options)
         for name, parameter in model.named_parameters():
             gradient = parameter.grad if before is None or parameter.grad is None else parameter.grad - before
-            if name in expected:
+            if name in expected and expected[name].any():
                 torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-5, msg=name)
             else:
                 assert gradient is None or not gradient.any(), name
@@ -104,7 +104,7 @@ def test_include_and_exclude(include: Any, exclude: Any, expected: str) -> None:
     model = small()
     reg = OrthRegularizer(model, 1.0, include=include, exclude=exclude)
     assert "".join(reg.layers) == expected
-    torch.testing.assert_close(reg(), torch.as_tensor(sum(float(loss_of(model[int(i)])) for i in expected)))
+    assert reg().item() == pytest.approx(sum(loss_of(model[int(index)]).item() for index in expected))
     reg.refresh()
     assert "".join(reg.layers) == expected
 
@@ -240,7 +240,7 @@ COMPUTED: dict[str, Callable[[nn.Module], nn.Module]] = {
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
     "orthogonal": parametrizations.orthogonal,
-    "two": lambda layer: parametrizations.weight_norm(parametrizations.spectral_norm(layer)),
+    "two": lambda layer: parametrizations.spectral_norm(parametrizations.weight_norm(layer)),
     "old weight_norm": torch.nn.utils.weight_norm,
     "old spectral_norm": torch.nn.utils.spectral_norm,
     "pruned": lambda layer: prune.random_unstructured(layer, "weight", 0.5),
@@ -263,7 +263,7 @@ def test_computed_weights(kind: str) -> None:
         values, gradients = reg.per_layer(), grads_of(loss, model)
         assert all(torch.equal(state[name], value) for name, value in model.state_dict().items()), "looking is free"
         model.eval()  # no power iteration, so that the weight used is the weight seen
-        output = model(x).sum()
+        model(x)
         expected = loss_of(model[1])
         torch.testing.assert_close(loss, expected)
         torch.testing.assert_close(values["1"], expected.detach())
@@ -272,7 +272,7 @@ def test_computed_weights(kind: str) -> None:
         assert_added(reg, model, gradients)
         model.train()
         optimizer.zero_grad()
-        (output + reg()).backward()
+        (model(x).sum() + reg()).backward()
         optimizer.step()
 
 
@@ -293,7 +293,7 @@ def test_weights_set_from_outside() -> None:
     source = torch.randn(4, 4, 3, 3, requires_grad=True)
     layer.weight = 0.1 * source
     reg = OrthRegularizer(nn.Sequential(layer), 1.0)
-    (gradient,) = torch.autograd.grad(reg(), source)
+    (gradient,) = torch.autograd.grad(reg(), source, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(loss_of(layer), source)[0])
 
 
@@ -428,14 +428,14 @@ def one_in_double(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        replace_layer, append_layer, remove_layer, parametrise, other_stride, other_values, other_parameter, other_shape,
-        to_double, to_half, one_in_double,
+        replace_layer, append_layer, remove_layer, parametrise, other_stride, other_values, other_parameter,
+        other_shape, to_double, to_half, one_in_double,
     ],
 )  # fmt: skip
 def test_changes_are_noticed(change: Callable[[nn.Module], None]) -> None:
     model = small()
     reg = OrthRegularizer(model, 1.0)
-    before = reg()
+    before = reg().detach()
     change(model)
     fresh = OrthRegularizer(model, 1.0)
     after = reg()
@@ -513,7 +513,8 @@ def test_a_copied_pair_belongs_together(used: bool) -> None:
     reg = OrthRegularizer(model, weight_of_name, schedule=schedules.Warmup(10), every=2)
     if used:
         reg().backward()
-    for other_model, other in (copy.deepcopy((model, reg)), pickle.loads(pickle.dumps((model, reg)))):
+    for duplicate in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        other_model, other = duplicate((model, reg))
         assert other.model is other_model
         for _ in range(2):
             reg.step(), other.step()
@@ -789,16 +790,15 @@ def test_compiled_loss(options: dict[str, Any]) -> None:
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model, x = wide_resnet(4, 1), torch.randn(2, 3, 8, 8)
-    parametrizations.weight_norm(model[1].conv2)
-    model.eval()
-    reg = OrthRegularizer(model, **options)
+    model, x = small(), torch.randn(2, 3, 8, 8)
+    parametrizations.weight_norm(model[1])
+    reg = OrthRegularizer(model, power_iterations=2, **options)
 
     def loss() -> Tensor:
         return model(x).square().mean() + reg()
 
     compiled = torch.compile(loss, backend=counter, fullgraph=True)
-    for _ in range(6):
+    for _ in range(5):
         expected, value = loss(), compiled()
         torch.testing.assert_close(value, expected)
         gradients = grads_of(value, model)
