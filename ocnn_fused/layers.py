@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parameter import Parameter, UninitializedParameter
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -55,10 +55,6 @@ def is_layer(module: nn.Module) -> bool:
 
 def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd)
-
-
-def is_transposed(module: nn.Module) -> bool:
-    return isinstance(module, _ConvTransposeNd)
 
 
 def matches(selector: Selector, name: str, module: nn.Module) -> bool:

@@ -290,11 +290,11 @@ class OrthRegularizer:
                 *part.geometry,
                 [True] * len(parameters),  # type: ignore[misc]
             )
-            factors: list[Any] = [value * factor for value in part.coefficients]
             if not self.squared:  # d||R|| = d||R||^2 / (2 ||R||)
-                halves = [torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0) for loss in losses]
-                factors = [value * half for value, half in zip(factors, halves, strict=True)]
-            _accumulate(parameters, grads, [value * scale for value in factors])
+                for grad, loss in zip(grads, losses, strict=True):
+                    grad.mul_(torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
+            torch._foreach_mul_(grads, [value * factor for value in part.coefficients])
+            _accumulate(parameters, grads, scale)
         through_graph = tuple(sorted(set(wanted) - set(direct)))
         for part in selection.passes(through_graph, weights):
             sources = (
@@ -303,7 +303,7 @@ class OrthRegularizer:
             leaves = [source for source in sources if source.requires_grad]
             with torch.enable_grad():
                 value = torch.dot(self._losses(part, weights), part.weights) * factor
-            _accumulate(leaves, torch.autograd.grad(value, leaves), [scale] * len(leaves))
+            _accumulate(leaves, torch.autograd.grad(value, leaves), scale)
 
     def value(self, loss: Tensor) -> Tensor:
         """The full, detached value of what :meth:`__call__` returned on each rank: its average over the ranks.
@@ -685,11 +685,12 @@ def _whole(weight: Tensor) -> Tensor:
     return weight.full_tensor()  # type: ignore[attr-defined]
 
 
-def _accumulate(parameters: Sequence[Tensor], grads: Iterable[Tensor], scales: Iterable[float | Tensor]) -> None:
+def _accumulate(parameters: Sequence[Tensor], grads: Sequence[Tensor], scale: float | Tensor) -> None:
     """``parameter.grad += scale * grad``; ``grads`` are our own memory and may become the parameter's."""
-    for parameter, grad, scale in zip(parameters, grads, scales, strict=True):
-        grad.mul_(scale)
+    torch._foreach_mul_(grads, scale)  # type: ignore[call-overload]
+    for parameter, grad in zip(parameters, grads, strict=True):
         if parameter.grad is None:
             parameter.grad = grad
-        else:
-            parameter.grad.add_(grad)
+    pairs = [(p.grad, grad) for p, grad in zip(parameters, grads, strict=True) if p.grad is not grad]
+    if pairs:
+        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))

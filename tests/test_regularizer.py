@@ -881,6 +881,19 @@ def test_nothing_waits_for_the_device() -> None:
             reg.step()
 
 
+def test_a_model_on_two_devices() -> None:
+    """One pass per device, the sum on the first."""
+    model = small()
+    model[1].to("meta")
+    reg = OrthRegularizer(model)
+    assert reg().device.type == "meta"
+    expected = ["meta", "cpu", "cpu"]
+    assert [value.device.type for value in reg.per_layer().values()] == expected
+    assert torch.equal(reg.per_layer()["3"], loss_of(model[3]).detach())
+    reg.add_grad_()
+    assert [model[index].weight.grad.device.type for index in (1, 3, 4)] == expected
+
+
 def test_same_bits_every_time() -> None:
     model = small()
     for method in ("conv", "srip"):
