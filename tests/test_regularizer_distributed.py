@@ -234,6 +234,28 @@ def a_group_of_some_ranks() -> None:
 
 
 @check
+def compiled_with_data_parallel() -> None:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world > 2:
+        return  # compiling takes a while, and does not depend on the world
+    expected = alone(world)
+    for whole_loss in (False, True):
+        model = parallel()
+        wrapped = model if whole_loss else torch.compile(model, backend="aot_eager")
+        reg = OrthRegularizer(wrapped)
+        assert set(reg.layers) == {"0", "2", "4"}
+
+        def loss(model: nn.Module = wrapped, reg: OrthRegularizer = reg) -> Tensor:
+            return task(model, rank) + reg()
+
+        run_loss = torch.compile(loss, backend="aot_eager") if whole_loss else loss
+        for _ in range(2):
+            model.zero_grad()
+            run_loss().backward()
+            assert_same(gradients(model), expected)
+
+
+@check
 def fully_sharded_parameters() -> None:
     from torch.distributed.fsdp import fully_shard
 
