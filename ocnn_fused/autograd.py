@@ -41,8 +41,7 @@ class OrthLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, geometry: tuple[Any, ...], *weights: Tensor) -> Any:  # type: ignore[override]
-        compute = run if _are_plain(weights) else torch.ops.ocnn_fused.orth_loss_and_grad.default
-        losses, grads = compute(weights, *geometry)
+        losses, grads = losses_and_grads(weights, *geometry)
         _remember(ctx, geometry, weights, grads)
         return tuple(losses)
 
@@ -137,6 +136,12 @@ def _are_plain(weights: Sequence[Tensor]) -> bool:
         and not torch._C._is_tracing()
         and not torch.is_autocast_enabled(device_type)
     )
+
+
+def losses_and_grads(weights: Sequence[Tensor], *geometry: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """One 0-dim loss and one gradient per weight, without a graph; ``geometry`` ends with ``with_grad``."""
+    compute = run if _are_plain(weights) else torch.ops.ocnn_fused.orth_loss_and_grad.default
+    return compute(weights, *geometry)
 
 
 def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:

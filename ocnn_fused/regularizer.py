@@ -3,108 +3,27 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from math import inf, prod, sqrt
+from collections.abc import Callable, Mapping, Sequence
+from math import inf, sqrt
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from . import layers as find
-from .autograd import orth_losses
-from .backends.lowering import accumulation_dtype
-from .distributed import Shard, balanced_shares, is_data_parallel, mean_over, sharing_group, under_fully_shard
-from .functional import Geometry, geometry_of
+from .autograd import losses_and_grads, orth_losses
+from .distributed import Shard, is_data_parallel, mean_over, sharing_group
 from .layers import Selector
-from .plan import CPU_RATES, Axis, Plan, make_plan, reduce_axis
 from .reference import frobenius_norm
+from .selection import Layer, Method, Pass, Selection
 from .srip import srip_loss
 
 __all__ = ["OrthRegularizer"]
 
-Method = Literal["conv", "kernel", "srip"]
 Weight: TypeAlias = "float | Callable[[str, nn.Module], float] | Mapping[str, float]"
 
 _METHODS = ("conv", "kernel", "srip")
-_FEW_CHANNELS = 3
-
-
-@dataclass(frozen=True, eq=False)
-class Layer:
-    """One regularised layer, as it was when the model was last looked at."""
-
-    name: str
-    module: nn.Module
-    weight: float  # lambda of this layer
-    method: Method
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
-    dtype: torch.dtype
-    device: torch.device
-
-    @property
-    def padding(self) -> int | None:
-        return None if self.method == "conv" else 0
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        geometry = zip(self.shape[2:], self.stride, self.dilation, strict=True)
-        return tuple(reduce_axis(k, s, d, self.padding) for k, s, d in geometry)
-
-    @property
-    def rows(self) -> int:
-        """Filters per group, M/groups."""
-        return self.shape[0] // self.groups
-
-    @property
-    def polyphase_channels(self) -> int:
-        """Input channels per group times the taps that one placement does not share: ``C' = C * prod(min(s, k))``."""
-        return self.shape[1] * prod(axis.residues for axis in self.axes)
-
-    @property
-    def plan(self) -> Plan | None:
-        """What a CPU would do; the same on every rank, whatever its device."""
-        return None if self.method == "srip" else make_plan(self.rows, self.shape[1], self.axes, self.groups)
-
-    def cost(self, power_iterations: int) -> float:
-        """Estimated seconds of loss and gradient, for comparing layers."""
-        if self.plan is not None:
-            return self.plan.cost.seconds
-        return 4 * prod(self.shape) * 2 * (power_iterations + 3) / CPU_RATES.bandwidth
-
-    @property
-    def floor(self) -> int:
-        """Least value of the squared loss over all weights of this shape.
-
-        At every frequency the Gram matrix of M filters has a rank of at most C', so M - C' of its eigenvalues are 0
-        where 1 is wanted; a weight with orthonormal columns reaches the bound.
-        """
-        return 0 if self.method == "srip" else self.groups * max(0, self.rows - self.polyphase_channels)
-
-    @property
-    def has_orthogonal(self) -> bool:
-        """Whether a convolution of this shape can be orthogonal by rows or by columns.
-
-        By columns it must see every input pixel: all residues of the stride.
-        """
-        sees_all = all(axis.residues == s for axis, s in zip(self.axes, self.stride, strict=True))
-        return self.method != "conv" or self.floor == 0 or sees_all
-
-
-@dataclass(frozen=True, eq=False)
-class _Pass:
-    """Layers that are computed together: one device, one kind of loss."""
-
-    indices: tuple[int, ...]
-    geometry: Geometry | None  # None for SRIP
-    groups: tuple[int, ...]
-    dtype: torch.dtype  # of the sum
-    mixed: bool  # some losses have another dtype
-    coefficients: tuple[float, ...]
-    weights: Tensor  # the same, on the device
+_CALLS_WITHOUT_STEP = 1000  # more than anybody accumulates
 
 
 class OrthRegularizer:
@@ -219,9 +138,10 @@ class OrthRegularizer:
         self._backend = {"backend": backend, "precision": precision, "launch": launch}
         self._warned: set[str] = set()
         self._steps = 0
+        self._calls = 0
         self._factor = 1.0
         self._set_factor()
-        self._seen: _Selection | None = None
+        self._seen: Selection | None = None
         self._check_patterns()
         if not any(find.is_uninitialized(module) for _, module in find.named_layers(find.unwrap(model))):
             self._look()
@@ -234,6 +154,7 @@ class OrthRegularizer:
         float64 if any regularised weight is, else float32. With sharding this is the rank's share times the world size:
         its average over the ranks is the full value (see :meth:`value`).
         """
+        self._expect_steps()
         selection, weights = self._look()
         rank, world = self._rank_and_world(weights)
         total: Tensor | None = None
@@ -276,34 +197,26 @@ class OrthRegularizer:
         rank, world = self._rank_and_world(weights) if shard else (0, 1)
         wanted = [index for index in selection.share(rank, world) if weights[index].requires_grad]
         direct = tuple(index for index in wanted if selection.is_direct(index, weights[index]))
-        for index in direct:
-            if selection.layers[index].module in selection.fully_sharded:
-                raise RuntimeError(
-                    f"{selection.layers[index].name} is unsharded: FSDP would drop what is added to its .grad; call "
-                    "model.reshard() before add_grad_()"
-                )
+        through_graph = tuple(sorted(set(wanted) - set(direct)))
         factor = self._factor * world
         for part in selection.passes(direct, weights):
             parameters = [weights[index] for index in part.indices]
-            losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(
-                parameters,
-                *part.geometry,
-                [True] * len(parameters),  # type: ignore[misc]
-            )
+            losses, grads = losses_and_grads(parameters, *part.geometry, [True] * len(parameters))  # type: ignore[misc]
             if not self.squared:  # d||R|| = d||R||^2 / (2 ||R||)
                 for grad, loss in zip(grads, losses, strict=True):
                     grad.mul_(torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
             torch._foreach_mul_(grads, [value * factor for value in part.coefficients])
-            _accumulate(parameters, grads, scale)
-        through_graph = tuple(sorted(set(wanted) - set(direct)))
+            torch._foreach_mul_(grads, scale)  # type: ignore[call-overload]
+            _accumulate(parameters, grads)
         for part in selection.passes(through_graph, weights):
-            sources = (
-                source for index in part.indices for source in find.weight_sources(selection.layers[index].module)
-            )
-            leaves = [source for source in sources if source.requires_grad]
+            leaves = [leaf for index in part.indices for leaf in selection.trained_sources(index)]
             with torch.enable_grad():
                 value = torch.dot(self._losses(part, weights), part.weights) * factor
-            _accumulate(leaves, torch.autograd.grad(value, leaves), scale)
+            found = torch.autograd.grad(value, leaves, allow_unused=True)
+            used = [(leaf, grad) for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
+            # Not in place: two leaves that are added get one and the same tensor.
+            scaled = torch._foreach_mul([grad for _, grad in used], scale)  # type: ignore[call-overload]
+            _accumulate([leaf for leaf, _ in used], scaled)
 
     def value(self, loss: Tensor) -> Tensor:
         """The full, detached value of what :meth:`__call__` returned on each rank: its average over the ranks.
@@ -409,7 +322,7 @@ class OrthRegularizer:
             )
         return group.rank(), group.size()
 
-    def _losses(self, part: _Pass, weights: list[Tensor]) -> Tensor:
+    def _losses(self, part: Pass, weights: list[Tensor]) -> Tensor:
         """Unweighted losses of one pass, 1-D; ``weights`` are those of all layers."""
         chosen = [_whole(weights[index]) for index in part.indices]
         if part.geometry is not None:
@@ -419,13 +332,13 @@ class OrthRegularizer:
         losses = [srip_loss(weight, groups=g, **options) for weight, g in zip(chosen, part.groups, strict=True)]
         return _stack(losses, part)
 
-    def _look(self) -> tuple[_Selection, list[Tensor]]:
+    def _look(self) -> tuple[Selection, list[Tensor]]:
         """The layers of the model as it is now, found anew only if something changed, and their weights."""
         weights = None if self._seen is None else self._seen.current_weights()
         if weights is not None:
             return self._seen, weights  # type: ignore[return-value]
         with torch.inference_mode(False):  # what is kept must serve in training too
-            self._seen = _Selection(self)
+            self._seen = Selection(self)
         self._warn_once(self._seen)
         return self._seen, [find.weight_of(layer.module) for layer in self._seen.layers]
 
@@ -455,7 +368,21 @@ class OrthRegularizer:
                     f"include pattern {pattern!r} matches none of the layers {', '.join(names) or '(none)'}"
                 )
 
-    def _warn_once(self, selection: _Selection) -> None:
+    def _expect_steps(self) -> None:
+        """A schedule that nobody advances would stay at its first value, often zero, without a word."""
+        if torch.compiler.is_compiling():  # first: a graph that has looked at the count is traced again at every step
+            return
+        if self._steps or (self.schedule is None and self.every == 1):
+            return
+        self._calls += 1
+        if self._calls == _CALLS_WITHOUT_STEP:
+            warnings.warn(
+                f"the regularizer was called {self._calls} times, but its step() never: schedule and every stay at "
+                "step 0; call reg.step() after optimizer.step(), or reg.attach(optimizer) once",
+                stacklevel=3,
+            )
+
+    def _warn_once(self, selection: Selection) -> None:
         if not selection.layers and "" not in self._warned:
             self._warned.add("")
             warnings.warn("OrthRegularizer found no layer to regularise; print(reg) says why", stacklevel=4)
@@ -477,159 +404,6 @@ class OrthRegularizer:
         )
 
 
-class _Selection:
-    """The regularised layers of a model at one moment, and everything that follows from them."""
-
-    def __init__(self, reg: OrthRegularizer) -> None:
-        self.layers: list[Layer] = []
-        self.left_out: dict[str, str] = {}
-        self._squared = reg.squared
-        self._numel = reg.normalize == "numel"
-        self._backend = reg._backend
-        self._power_iterations = reg.power_iterations
-        self._passes: dict[tuple[int, ...], list[_Pass]] = {}
-        self._shares: dict[int, list[tuple[int, ...]]] = {}
-        model = find.unwrap(reg.model)
-        chosen = _paper_resnet(model) if reg.preset else None
-        owner: dict[int, str] = {}
-        for name, module in find.named_layers(model):
-            reason = _reason_to_leave_out(reg, name, module, chosen)
-            weight = reg._weight_of(name, module) if reason is None else None
-            if reason is None and weight is None:
-                reason = "no pattern of weight matches"
-            if reason is None and weight == 0:
-                reason = "weight 0"
-            if reason is None:
-                if find.is_uninitialized(module):
-                    raise RuntimeError(
-                        f"{name} is a {type(module).__name__} that has not seen an input yet; "
-                        "run the model once before the regularizer"
-                    )
-                first = owner.setdefault(find.identity(module), name)
-                if first != name:
-                    reason = f"tied to {first}"
-            if reason is not None:
-                self.left_out[name] = reason
-                continue
-            self.layers.append(_layer(name, module, float(weight), reg._method_of(name, module)))  # type: ignore[arg-type]
-        self.everything = tuple(range(len(self.layers)))
-        # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
-        self.zero = torch.zeros(
-            (),
-            dtype=_sum_dtype(self.layers),
-            device=self.layers[0].device if self.layers else None,
-            requires_grad=True,
-        )
-        # What is compared at every call: the tree of modules, and of each layer all that a plan depends on. Every
-        # layer's parameters are watched, of those left out too: one may have been tied to another.
-        self._tree = [(module._modules, tuple(module._modules.values())) for module in model.modules()]
-        self._watched = [module._parameters for _, module in find.named_layers(model)]
-        self._identities = self._identify()
-        weights = [find.weight_of(layer.module) for layer in self.layers]
-        self._states = [_state(layer.module, weight) for layer, weight in zip(self.layers, weights, strict=True)]
-        self.fully_sharded = under_fully_shard(model)
-        self.passes(self.everything, weights)  # checks what the ops take, now rather than in the first step
-
-    def current_weights(self) -> list[Tensor] | None:
-        """The layers' weights if the model is still as it was, else None; tens of microseconds for a ResNet."""
-        for children, before in self._tree:
-            if tuple(children.values()) != before:
-                return None
-        identities = self._identify()
-        if identities != self._identities:
-            if _ties(identities) != _ties(self._identities):
-                return None
-            self._identities = identities
-        weights = [find.weight_of(layer.module) for layer in self.layers]
-        states = [_state(layer.module, weight) for layer, weight in zip(self.layers, weights, strict=True)]
-        return weights if states == self._states else None
-
-    def _identify(self) -> list[int]:
-        return [id(parameters.get("weight")) for parameters in self._watched]
-
-    def is_direct(self, index: int, weight: Tensor) -> bool:
-        """Whether the op's gradient is the parameter's own."""
-        return self.layers[index].method != "srip" and find.is_plain(weight)
-
-    def share(self, rank: int, world: int) -> tuple[int, ...]:
-        if world == 1:
-            return self.everything
-        if world not in self._shares:
-            costs = [layer.cost(self._power_iterations) for layer in self.layers]
-            self._shares[world] = balanced_shares(costs, world)
-        return self._shares[world][rank]
-
-    def passes(self, indices: tuple[int, ...], weights: list[Tensor]) -> list[_Pass]:
-        """The chosen layers, put together by device and by kind of loss."""
-        if indices not in self._passes:
-            kinds: dict[tuple[torch.device, bool], list[int]] = {}
-            for index in indices:
-                layer = self.layers[index]
-                kinds.setdefault((layer.device, layer.method == "srip"), []).append(index)
-            self._passes[indices] = [self._pass(tuple(members), srip, weights) for (_, srip), members in kinds.items()]
-        return self._passes[indices]
-
-    def _pass(self, indices: tuple[int, ...], srip: bool, weights: list[Tensor]) -> _Pass:
-        layers = [self.layers[index] for index in indices]
-        groups = tuple(layer.groups for layer in layers)
-        geometry = (
-            None
-            if srip
-            else geometry_of(
-                [weights[index] for index in indices],
-                [layer.stride for layer in layers],
-                [layer.dilation for layer in layers],
-                groups,
-                [layer.padding for layer in layers],
-                **self._backend,
-            )
-        )
-        dtype = _sum_dtype(layers)
-        coefficients = tuple(layer.weight / (prod(layer.shape) if self._numel else 1) for layer in layers)
-        return _Pass(
-            indices,
-            geometry,
-            groups,
-            dtype,
-            any(accumulation_dtype(layer.dtype) != dtype for layer in layers),
-            coefficients,
-            torch.tensor(coefficients, dtype=dtype, device=layers[0].device),
-        )
-
-
-def _sum_dtype(layers: Iterable[Layer]) -> torch.dtype:
-    return torch.float64 if any(layer.dtype == torch.float64 for layer in layers) else torch.float32
-
-
-def _state(module: nn.Module, weight: Tensor) -> tuple[Any, ...]:
-    """All that a layer's plan depends on."""
-    get = module.__dict__.get
-    return weight.shape, weight.dtype, weight.device, get("stride"), get("dilation"), get("groups")
-
-
-def _ties(identities: list[int]) -> list[int]:
-    """For each weight the position of the first that is the same one."""
-    first: dict[int, int] = {}
-    return [first.setdefault(identity, index) for index, identity in enumerate(identities)]
-
-
-def _layer(name: str, module: nn.Module, coefficient: float, method: Method) -> Layer:
-    weight = find.weight_of(module)
-    axes = len(module.kernel_size) if find.is_convolution(module) else 0  # type: ignore[arg-type]
-    if weight.dim() != axes + 2:
-        raise ValueError(
-            f"weight of {name} ({type(module).__name__}) must have {axes + 2} dimensions, got {tuple(weight.shape)}; "
-            "if FullyShardedDataParallel flattened it, use fully_shard (FSDP2), or call the regularizer within "
-            "summon_full_params"
-        )
-    stride = tuple(module.stride) if axes else ()  # type: ignore[arg-type]
-    dilation = tuple(module.dilation) if axes else ()  # type: ignore[arg-type]
-    groups = int(module.groups) if axes else 1  # type: ignore[arg-type]
-    return Layer(
-        name, module, coefficient, method, tuple(weight.shape), stride, dilation, groups, weight.dtype, weight.device
-    )
-
-
 def _check_weight(label: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(
@@ -639,42 +413,7 @@ def _check_weight(label: str, value: Any) -> None:
         raise ValueError(f"{label} must be finite and not negative, got {value!r}")
 
 
-def _reason_to_leave_out(
-    reg: OrthRegularizer, name: str, module: nn.Module, chosen: frozenset[nn.Module] | None
-) -> str | None:
-    if reg.exclude is not None and find.matches(reg.exclude, name, module):
-        return "excluded"
-    if chosen is not None:
-        return None if module in chosen else f"not in preset {reg.preset}"
-    if reg.include is not None:
-        return None if find.matches(reg.include, name, module) else "not included"
-    if not find.is_convolution(module):
-        return "a Linear layer; include it by name or type"
-    if not find.is_uninitialized(module) and module.in_channels <= _FEW_CHANNELS:  # type: ignore[operator]
-        return f"{module.in_channels} input channels"
-    return None
-
-
-def _paper_resnet(model: nn.Module) -> frozenset[nn.Module]:
-    """Of each residual block: conv1, or conv1 to conv3 of a bottleneck, and the shortcut's convolution."""
-    chosen: list[nn.Module] = []
-    for block in model.modules():
-        children = dict(block.named_children())
-        if not {"conv1", "conv2"} <= children.keys():
-            continue
-        names = ("conv1", "conv2", "conv3") if "conv3" in children else ("conv1",)
-        chosen += [children[name] for name in names]
-        for shortcut in ("downsample", "shortcut"):
-            if shortcut in children:
-                chosen += [module for module in children[shortcut].modules() if find.is_convolution(module)]
-    if not chosen:
-        raise ValueError(
-            "preset 'paper-resnet' needs blocks with children conv1 and conv2, and found none in the model"
-        )
-    return frozenset(chosen)
-
-
-def _stack(losses: Sequence[Tensor], part: _Pass) -> Tensor:
+def _stack(losses: Sequence[Tensor], part: Pass) -> Tensor:
     return torch.stack([loss.to(part.dtype) for loss in losses] if part.mixed else list(losses))
 
 
@@ -685,12 +424,13 @@ def _whole(weight: Tensor) -> Tensor:
     return weight.full_tensor()  # type: ignore[attr-defined]
 
 
-def _accumulate(parameters: Sequence[Tensor], grads: Sequence[Tensor], scale: float | Tensor) -> None:
-    """``parameter.grad += scale * grad``; ``grads`` are our own memory and may become the parameter's."""
-    torch._foreach_mul_(grads, scale)  # type: ignore[call-overload]
+def _accumulate(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+    """``parameter.grad += grad``; ``grads`` are our own memory and become the parameter's where it has none."""
+    existing = [
+        (parameter.grad, grad) for parameter, grad in zip(parameters, grads, strict=True) if parameter.grad is not None
+    ]
     for parameter, grad in zip(parameters, grads, strict=True):
         if parameter.grad is None:
             parameter.grad = grad
-    pairs = [(p.grad, grad) for p, grad in zip(parameters, grads, strict=True) if p.grad is not grad]
-    if pairs:
-        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
+    if existing:
+        torch._foreach_add_([before for before, _ in existing], [grad for _, grad in existing])

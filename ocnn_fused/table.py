@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from . import backends
+from .plan import CPU_RATES, Plan, Rates
+
 if TYPE_CHECKING:
-    from .regularizer import Layer, OrthRegularizer
+    from .regularizer import OrthRegularizer
+    from .selection import Layer
 
 _HEADER = ("layer", "weight shape", "stride", "groups", "method", "plan", "cost", "lambda", "least loss")
 
@@ -14,8 +18,10 @@ _HEADER = ("layer", "weight shape", "stride", "groups", "method", "plan", "cost"
 def describe(reg: OrthRegularizer) -> str:
     """One row per regularised layer with its plan, share of the cost, lambda and least loss; then the others."""
     layers = list(reg.layers.values())
-    costs = [layer.cost(reg.power_iterations) for layer in layers]
-    rows = [_row(reg, layer, cost / sum(costs)) for layer, cost in zip(layers, costs, strict=True)]
+    rates = [_rates(layer) for layer in layers]
+    costs = [layer.cost(reg.power_iterations, of) for layer, of in zip(layers, rates, strict=True)]
+    plans = [layer.plan(of) for layer, of in zip(layers, rates, strict=True)]
+    rows = [_row(reg, layer, plan, cost / sum(costs)) for layer, plan, cost in zip(layers, plans, costs, strict=True)]
     parts = [repr(reg), *_options(reg), *_aligned([_HEADER, *rows])]
     left_out = reg.left_out
     if left_out:
@@ -23,7 +29,12 @@ def describe(reg: OrthRegularizer) -> str:
     return "\n".join(parts)
 
 
-def _row(reg: OrthRegularizer, layer: Layer, share: float) -> tuple[str, ...]:
+def _rates(layer: Layer) -> Rates:
+    """Of the backend that computes the layer, by which it chooses the plan."""
+    return backends.choose(layer.device).RATES if layer.device.type in ("cpu", "cuda") else CPU_RATES
+
+
+def _row(reg: OrthRegularizer, layer: Layer, plan: Plan | None, share: float) -> tuple[str, ...]:
     floor = float(layer.floor) if reg.squared else layer.floor**0.5
     return (
         layer.name,
@@ -31,7 +42,7 @@ def _row(reg: OrthRegularizer, layer: Layer, share: float) -> tuple[str, ...]:
         "x".join(map(str, layer.stride)) or "-",
         str(layer.groups),
         layer.method,
-        layer.plan.name if layer.plan is not None else "power iteration",
+        plan.name if plan is not None else "power iteration",
         f"{share:.1%}",
         f"{layer.weight:g}",
         f"{floor:g}",

@@ -18,7 +18,7 @@ from networks import resnet18, wide_resnet
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
@@ -295,6 +295,36 @@ def test_weights_set_from_outside() -> None:
     reg = OrthRegularizer(nn.Sequential(layer), 1.0)
     (gradient,) = torch.autograd.grad(reg(), source, retain_graph=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(loss_of(layer), source)[0])
+    with pytest.raises(RuntimeError, match=r"0 gets its weight from tensors that are not its parameters"):
+        reg.add_grad_()
+
+
+class Sum(nn.Module):
+    """A weight made of two parameters, and a third that is not used."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.update = nn.Parameter(0.1 * torch.randn_like(layer.weight))
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.update
+
+
+def test_a_sum_of_parameters() -> None:
+    """Both get the gradient, each its own copy of it."""
+    model = small()
+    parametrize.register_parametrization(model[1], "weight", Sum(model[1]))
+    reg = OrthRegularizer(model)
+    gradients = grads_of(reg(), model)
+    assert_added(reg, model, gradients)
+    reg.add_grad_()
+    original, update = (
+        parameter for name, parameter in model[1].named_parameters() if name != "bias" and parameter.dim() > 1
+    )
+    assert torch.equal(original.grad, update.grad)
+    original.grad.zero_()
+    assert update.grad.any()
 
 
 def test_functional_call() -> None:
@@ -620,6 +650,25 @@ def test_every_nth_step() -> None:
 def test_bad_schedules(build: Callable[[], Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_steps_that_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ocnn_fused.regularizer._CALLS_WITHOUT_STEP", 3)
+    model = small()
+    forgotten, counted = (OrthRegularizer(model, schedule=schedules.Warmup(4)) for _ in range(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        plain = OrthRegularizer(model, exclude="3")
+        for _ in range(5):
+            plain()
+            counted()
+            counted.step()
+        forgotten(), forgotten()
+    with pytest.warns(UserWarning, match=r"step\(\) never.*reg\.attach\(optimizer\)"):
+        forgotten()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forgotten()
 
 
 def test_an_optimizer_counts() -> None:
