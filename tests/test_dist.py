@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import dist
 import pytest
 import torch
 from clean_venv import ROOT, make_venv
-
-import dist
 
 pytestmark = [
     pytest.mark.slow,
