@@ -61,7 +61,7 @@ sanitize: $(STAMPS)/test
 	cd $(SANITIZED) && $(CHECKED) -m pytest --capture=sys --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) \
 	    $(addprefix $(CURDIR)/,$(SANITIZE_TESTS)) $(addprefix --deselect=,$(SANITIZE_SKIP)) $(PYTEST_ARGS)
 
-# Compiles the Triton kernels for every supported GPU; needs none. About four minutes on two cores.
+# Compiles the Triton kernels for every supported GPU; needs none. About five minutes on two cores.
 gpu-check: $(STAMPS)/test
 	mkdir -p build
 	$(PY) tools/gpu_check.py --out build/gpu_check.md

@@ -5,7 +5,7 @@
 
 For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, the matrix
 instruction where the precision promises one, and as many of them as the tile needs multiply-adds. Exits non-zero if
-anything is wrong. Nothing is executed: this shows what the GPU would run, not how fast. Takes about four minutes on two
+anything is wrong. Nothing is executed: this shows what the GPU would run, not how fast. Takes about five minutes on two
 cores.
 """
 
