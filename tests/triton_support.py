@@ -16,10 +16,11 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else 
 import triton
 import triton.language as tl
 from oracle import Case, loss_and_grad
+from plans import candidates, plan_named
 
 from ocnn_fused.backends.triton.config import Config
 from ocnn_fused.backends.triton.launch import Call
-from ocnn_fused.plan import Plan, make_plan, reduce_axis
+from ocnn_fused.plan import Plan
 
 __all__ = ["BIG", "DEVICE", "EDGES", "ON_GPU", "TOLERANCE", "Call", "candidates", "check", "errors", "execution"]
 __all__ += ["needs_interpreter", "on_device", "plan_named", "run", "tl", "triton"]
@@ -43,23 +44,6 @@ def execution(order: str = "sequential", seed: int = 0) -> contextlib.AbstractCo
     import interpreter
 
     return interpreter.repaired(order, seed)
-
-
-def candidates(case: Case, side: str = "auto") -> tuple[Plan, ...]:
-    """Every plan of a case: the best one and its alternatives."""
-    axes = tuple(
-        reduce_axis(k, stride, dilation, None if case.padding is None else padding)
-        for k, stride, dilation, padding in zip(
-            case.shape[2:], case.strides, case.dilations, case.paddings, strict=True
-        )
-    )
-    best = make_plan(case.shape[0] // case.groups, case.shape[1], axes, case.groups, side)  # type: ignore[arg-type]
-    return best, *best.alternatives
-
-
-def plan_named(case: Case, name: str) -> Plan:
-    side = "column" if name.endswith("column") else "row"
-    return next(plan for plan in (*candidates(case), *candidates(case, side)) if plan.name == name)
 
 
 def run(

@@ -214,3 +214,17 @@ def run_buckets(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: boo
             if with_grad:
                 grads[index] = some_grads[position]
     return losses, grads if with_grad else []
+
+
+def tap_terms(lowered: LoweredSmall, taps: int) -> tuple[list[int], list[int]]:
+    """The tap pairs sorted by tap, each once as left and once as right: for devices on which a tap gathers its gradient.
+
+    Three numbers per term (lag, the other tap, whether this one is the right) and where each tap's terms begin.
+    """
+    of_tap: list[list[int]] = [[] for _ in range(taps)]
+    for lag, (begin, end) in enumerate(itertools.pairwise(lowered.lag_begin)):
+        for left, right in zip(lowered.left[begin:end], lowered.right[begin:end], strict=True):
+            of_tap[left] += [lag, right, 0]
+            of_tap[right] += [lag, left, 1]
+    begins = [0, *itertools.accumulate(len(terms) // 3 for terms in of_tap)]
+    return [number for terms in of_tap for number in terms], begins

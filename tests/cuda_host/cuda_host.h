@@ -1,0 +1,249 @@
+// Executes CUDA kernels on the CPU, compiled by a host compiler: every CUDA thread is a fiber, several blocks are in
+// flight at once, and which thread runs next is drawn from a seeded generator. A barrier that not all threads of a block
+// reach at the same place ends the program. For ThreadSanitizer the fibers are threads that only barriers order; shared
+// memory is an allocation of its own, so AddressSanitizer sees where it ends.
+#pragma once
+
+#include <sys/mman.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <random>
+#include <vector>
+
+// The toolkit's headers come first: they define the words of CUDA C++ in a way of their own.
+#if __has_include(<cuda_fp16.h>)
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#define CUDA_HOST_HAS_HALF 1
+#endif
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __launch_bounds__
+#define __global__
+#define __device__
+#define __host__
+#define __launch_bounds__(...)
+#define threadIdx (cuda_host::current().index)
+#define blockIdx (cuda_host::current().block->index)
+#define blockDim (cuda_host::current().block->threads_each)
+#define __syncthreads() cuda_host::barrier(__COUNTER__ + 1)
+#define OCNN_FUSED_SHARED(name) unsigned char* name = cuda_host::current().block->shared.get()
+
+#if defined(__SANITIZE_THREAD__)
+#include <sanitizer/tsan_interface.h>
+#endif
+#if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+namespace cuda_host {
+
+// For what the fibers and the scheduler share: it is no part of the kernels that are checked.
+#define CUDA_HOST_UNCHECKED __attribute__((no_sanitize("thread")))
+
+constexpr size_t kStackBytes = size_t{256} << 10;
+constexpr size_t kBlocksInFlight = 3;
+
+struct Index {
+  unsigned x = 0;
+};
+
+struct Block;
+
+struct Thread {
+  Index index;
+  Block* block = nullptr;
+  char* stack = nullptr;
+  ucontext_t context{};
+  int waits_at = 0;  // the barrier, or 0
+  bool done = false;
+  void* sanitizer = nullptr;  // its ThreadSanitizer fiber, or AddressSanitizer's record of its stack
+};
+
+struct Block {
+  Index index, threads_each;
+  std::vector<Thread> threads;
+  char* stacks = nullptr;
+  std::unique_ptr<unsigned char[], decltype(&std::free)> shared{nullptr, &std::free};
+  char passed[2] = {};  // ThreadSanitizer's names of this barrier and the next
+  int barriers = 0;
+};
+
+struct Scheduler {
+  ucontext_t context{};
+  Thread* running = nullptr;
+  const std::function<void()>* kernel = nullptr;
+  char finished = 0;  // ThreadSanitizer's name of the end of a launch
+  void* sanitizer = nullptr;
+  const void* stack = nullptr;
+  size_t stack_bytes = 0;
+};
+inline Scheduler scheduler;
+
+CUDA_HOST_UNCHECKED inline Thread& current() { return *scheduler.running; }
+
+[[noreturn]] inline void fail(const char* what, const Block& block) {
+  std::fprintf(stderr, "cuda_host: %s (block %u)\n", what, block.index.x);
+  std::_Exit(3);
+}
+
+// The sanitizers follow what runs only if told of every change of stack.
+CUDA_HOST_UNCHECKED inline void announce_switch_to(Thread* thread) {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_switch_to_fiber(thread != nullptr ? thread->sanitizer : scheduler.sanitizer, __tsan_switch_to_fiber_no_sync);
+#elif defined(__SANITIZE_ADDRESS__)
+  if (thread != nullptr) {
+    __sanitizer_start_switch_fiber(&scheduler.sanitizer, thread->stack, kStackBytes);
+  } else {
+    Thread& leaving = current();
+    __sanitizer_start_switch_fiber(leaving.done ? nullptr : &leaving.sanitizer, scheduler.stack, scheduler.stack_bytes);
+  }
+#else
+  (void)thread;
+#endif
+}
+
+CUDA_HOST_UNCHECKED inline void announce_arrival([[maybe_unused]] void* sanitizer) {
+#if defined(__SANITIZE_ADDRESS__)
+  const bool on_scheduler = scheduler.running == nullptr;
+  __sanitizer_finish_switch_fiber(sanitizer, on_scheduler ? nullptr : &scheduler.stack,
+                                  on_scheduler ? nullptr : &scheduler.stack_bytes);
+#endif
+}
+
+inline void release([[maybe_unused]] char* name) {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_release(name);
+#endif
+}
+
+inline void acquire([[maybe_unused]] char* name) {
+#if defined(__SANITIZE_THREAD__)
+  __tsan_acquire(name);
+#endif
+}
+
+// From a CUDA thread back to the scheduler, and on when that chooses.
+CUDA_HOST_UNCHECKED inline void pause() {
+  Thread& thread = current();
+  announce_switch_to(nullptr);
+  swapcontext(&thread.context, &scheduler.context);
+  announce_arrival(thread.sanitizer);
+}
+
+CUDA_HOST_UNCHECKED inline void barrier(int place) {
+  Thread& thread = current();
+  char* name = &thread.block->passed[thread.block->barriers % 2];
+  thread.waits_at = place;
+  release(name);
+  pause();
+  acquire(name);
+}
+
+CUDA_HOST_UNCHECKED inline void run_thread() {
+  announce_arrival(nullptr);
+  (*scheduler.kernel)();
+  release(&scheduler.finished);
+  current().done = true;
+  pause();
+}
+
+CUDA_HOST_UNCHECKED inline void resume(Thread& thread) {
+  scheduler.running = &thread;
+  announce_switch_to(&thread);
+  swapcontext(&scheduler.context, &thread.context);
+  scheduler.running = nullptr;
+  announce_arrival(scheduler.sanitizer);
+}
+
+inline std::unique_ptr<Block> start_block(unsigned index, unsigned threads, size_t shared_bytes) {
+  auto block = std::make_unique<Block>();
+  block->index.x = index;
+  block->threads_each.x = threads;
+  block->shared.reset(static_cast<unsigned char*>(std::malloc(std::max<size_t>(shared_bytes, 1))));
+  std::memset(block->shared.get(), 0xFF, shared_bytes);  // NaN, until somebody writes
+  block->threads.resize(threads);
+  // Fresh for every block, so that no sanitizer takes two fibers on one stack for one.
+  void* stacks = mmap(nullptr, threads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (stacks == MAP_FAILED) fail("no memory for stacks", *block);
+  block->stacks = static_cast<char*>(stacks);
+  for (unsigned t = 0; t < threads; ++t) {
+    Thread& thread = block->threads[t];
+    thread.index.x = t;
+    thread.block = block.get();
+    thread.stack = block->stacks + t * kStackBytes;
+#if defined(__SANITIZE_THREAD__)
+    thread.sanitizer = __tsan_create_fiber(0);
+#endif
+    getcontext(&thread.context);
+    thread.context.uc_stack.ss_sp = thread.stack;
+    thread.context.uc_stack.ss_size = kStackBytes;
+    thread.context.uc_link = nullptr;
+    makecontext(&thread.context, run_thread, 0);
+  }
+  return block;
+}
+
+inline void finish_block(Block& block) {
+#if defined(__SANITIZE_THREAD__)
+  for (Thread& thread : block.threads) __tsan_destroy_fiber(thread.sanitizer);
+#elif defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(block.stacks, block.threads.size() * kStackBytes);
+#endif
+  munmap(block.stacks, block.threads.size() * kStackBytes);
+}
+
+// Runs every thread up to its next barrier, in random order; returns whether the block has come to its end.
+template <typename Random>
+CUDA_HOST_UNCHECKED bool advance(Block& block, Random& random) {
+  std::vector<Thread*> order;
+  for (Thread& thread : block.threads) order.push_back(&thread);
+  std::shuffle(order.begin(), order.end(), random);
+  for (Thread* thread : order) resume(*thread);
+  const Thread& first = block.threads[0];
+  for (Thread& thread : block.threads) {
+    if (thread.done != first.done) fail("__syncthreads() that not all threads of the block reach", block);
+    if (thread.waits_at != first.waits_at) fail("threads of a block wait at different __syncthreads()", block);
+  }
+  ++block.barriers;
+  return first.done;
+}
+
+// kernel<<<blocks, threads, shared_bytes>>>(arguments...)
+template <typename Kernel, typename... Arguments>
+void launch(unsigned long seed, long blocks, int threads, long shared_bytes, Kernel kernel, Arguments... arguments) {
+  std::mt19937_64 random(seed);
+  const std::function<void()> body = [&] { kernel(arguments...); };
+  scheduler.kernel = &body;
+#if defined(__SANITIZE_THREAD__)
+  scheduler.sanitizer = __tsan_get_current_fiber();
+#endif
+  std::vector<unsigned> waiting(blocks);
+  for (long b = 0; b < blocks; ++b) waiting[b] = static_cast<unsigned>(b);
+  std::shuffle(waiting.begin(), waiting.end(), random);
+  std::vector<std::unique_ptr<Block>> in_flight;
+  while (!waiting.empty() || !in_flight.empty()) {
+    while (!waiting.empty() && in_flight.size() < kBlocksInFlight) {
+      in_flight.push_back(start_block(waiting.back(), threads, shared_bytes));
+      waiting.pop_back();
+    }
+    const size_t chosen = random() % in_flight.size();
+    if (advance(*in_flight[chosen], random)) {
+      finish_block(*in_flight[chosen]);
+      in_flight.erase(in_flight.begin() + chosen);
+    }
+  }
+  acquire(&scheduler.finished);
+}
+
+}  // namespace cuda_host

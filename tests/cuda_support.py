@@ -1,0 +1,221 @@
+"""Compiles csrc/cuda/kernels.cuh for the CPU and for GPUs, and runs plans on the former (tests/cuda_host)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import torch
+from oracle import Case, loss_and_grad
+from plans import plan_named
+
+from ocnn_fused.backends.lowering import lower, lower_small, tap_terms
+
+ROOT = Path(__file__).resolve().parent.parent
+KERNELS = ROOT / "csrc" / "cuda" / "kernels.cuh"
+HOST = ROOT / "tests" / "cuda_host"
+
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)  # in the order in which run_cases numbers them
+
+BUILDS = {
+    "plain": ["-O1", "-ffp-contract=off"],
+    "thread": ["-O1", "-g1", "-fsanitize=thread"],
+    "address": ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+}
+ENVIRONMENT = {
+    "TSAN_OPTIONS": "halt_on_error=1 history_size=2",
+    "ASAN_OPTIONS": "detect_stack_use_after_return=0 detect_leaks=0",
+    "UBSAN_OPTIONS": "print_stacktrace=1",
+}
+
+
+@cache
+def nvcc() -> str | None:
+    return shutil.which("nvcc")
+
+
+@cache
+def toolkit_headers() -> Path | None:
+    """The folder with cuda_fp16.h: the toolkit's own, or that of the pip packages that a CUDA build of torch needs."""
+    folders = []
+    if nvcc():
+        dry = subprocess.run(
+            [nvcc(), "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], capture_output=True, text=True
+        )
+        folders += [
+            Path(line.removeprefix("#$ TOP=")) / "include"
+            for line in dry.stderr.splitlines()
+            if line.startswith("#$ TOP=")
+        ]
+    for packages in sys.path:
+        folders += sorted(Path(packages).glob("nvidia/*/include"))
+    return next((folder.resolve() for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
+
+
+def compile_host(folder: Path, build: str, kernels: Path = KERNELS) -> Path:
+    """The program run_cases, in one of the ways of BUILDS, for the kernels in a given file called kernels.cuh."""
+    program = folder / f"run_cases_{build}"
+    headers = toolkit_headers()
+    subprocess.run(
+        [
+            os.environ.get("CXX", "g++"),
+            "-std=c++20",
+            "-Wall",
+            "-Wextra",
+            "-Wno-unknown-pragmas",
+            *BUILDS[build],
+            f"-I{kernels.parent}",
+            *([f"-isystem{headers}"] if headers else []),
+            str(HOST / "run_cases.cpp"),
+            "-o",
+            str(program),
+        ],
+        check=True,
+    )
+    return program
+
+
+@dataclass(frozen=True)
+class Run:
+    """One bucket of equally shaped weights with one plan, and how to execute it."""
+
+    name: str  # of the plan
+    case: Case
+    dtype: torch.dtype = torch.float32
+    weights: int = 1
+    with_grad: bool = True
+    layout: str = "contiguous"  # or "channels_last", or "strided": nothing contiguous
+    chunk: int = 0  # length of the pieces into which the contraction is cut
+    interleaved: bool = False
+    values: list[torch.Tensor] = field(default_factory=list, compare=False)
+
+    def __str__(self) -> str:
+        extras = [f"{self.weights}w"] if self.weights > 1 else []
+        extras += [] if self.with_grad else ["loss"]
+        extras += [self.layout] if self.layout != "contiguous" else []
+        extras += [f"chunk{self.chunk}"] if self.chunk else []
+        extras += ["interleaved"] if self.interleaved else []
+        return "-".join([self.name, str(self.case), str(self.dtype).removeprefix("torch."), *extras])
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self._lay_out(self.case.random(seed, self.dtype)) for seed in range(self.weights)]
+
+    def _lay_out(self, weight: torch.Tensor) -> torch.Tensor:
+        if self.layout == "channels_last":
+            order = (0, *range(2, weight.dim()), 1)
+            return weight.permute(order).contiguous().permute(0, weight.dim() - 1, *range(1, weight.dim() - 1))
+        if self.layout == "strided":
+            larger = torch.full([2 * n + 1 for n in weight.shape], 7.0, dtype=weight.dtype)
+            view = larger[tuple(slice(1, None, 2) for _ in weight.shape)]
+            return view.copy_(weight)
+        return weight.contiguous()
+
+    def pack(self) -> bytes:
+        """The case as run_cases reads it: 64-bit integers and doubles."""
+        plan = plan_named(self.case, self.name)
+        tensors = self.tensors()
+        like, taps = tensors[0], prod(self.case.shape[2:])
+        packer = Packer()
+        packer.integers(DTYPES.index(self.dtype), plan.small, self.with_grad, plan.groups, plan.rows, plan.channels)
+        packer.integers(like.stride(0), like.stride(1))
+        packer.array(like.shape[2:] or [1])
+        packer.array(like.stride()[2:] or [1])
+        packer.integers(len(tensors))
+        for tensor in tensors:
+            packer.reals(span_of(tensor))
+        if plan.small:
+            lowered_small = lower_small(plan)
+            for numbers in (*lowered_small[1:], *tap_terms(lowered_small, taps)):
+                packer.array(numbers)
+            return packer.bytes
+        lowered = lower(plan, torch.float64)
+        packer.integers(lowered.column, self.interleaved, self.chunk, len(plan.blocks))
+        for block, matrix in zip(plan.blocks, lowered.evaluation, strict=True):
+            packer.integers(block.planes, block.taps, block.residues)
+            packer.reals([] if plan.is_diagonal else matrix.flatten().tolist())
+            packer.array([tap for residue in block.sources for tap in residue])
+        packer.array([number for product in plan.products for number in product])
+        packer.integers(plan.outputs, len(plan.lags))
+        for index in range(4):
+            packer.reals(lowered.mix[index].flatten().tolist() if lowered.mix else [])
+        packer.bytes += struct.pack("d", lowered.offset)
+        return packer.bytes
+
+    def result_sizes(self) -> tuple[int, int]:
+        """How many losses, and how many numbers each gradient's memory has."""
+        return self.weights, len(span_of(self.tensors()[0])) if self.with_grad else 0
+
+
+class Packer:
+    def __init__(self) -> None:
+        self.bytes = b""
+
+    def integers(self, *values: int) -> None:
+        self.bytes += struct.pack(f"{len(values)}q", *values)
+
+    def array(self, values: Sequence[int]) -> None:
+        self.integers(len(values), *values)
+
+    def reals(self, values: Sequence[float]) -> None:
+        self.integers(len(values))
+        self.bytes += struct.pack(f"{len(values)}d", *values)
+
+
+def span_of(tensor: torch.Tensor) -> list[float]:
+    """Memory from the first to the last element of a tensor."""
+    length = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.as_strided([length], [1]).double().tolist()
+
+
+def execute(
+    program: Path, runs: Sequence[Run], folder: Path, seed: int = 1
+) -> tuple[subprocess.CompletedProcess[str], np.ndarray]:
+    """The finished process and all numbers that it wrote."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "input").write_bytes(b"".join(run.pack() for run in runs))
+    process = subprocess.run(
+        [str(program), str(folder / "input"), str(folder / "output"), str(seed)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **ENVIRONMENT},
+        timeout=900,
+    )
+    return process, np.fromfile(folder / "output") if (folder / "output").exists() else np.empty(0)
+
+
+def worst_error(run: Run, losses: np.ndarray, grads: np.ndarray) -> float:
+    """Of all losses, relative to max(1, loss), and gradients, relative to their largest entry; NaN is infinite."""
+    worst = 0.0
+    for weight, loss, grad in zip(run.tensors(), losses, grads, strict=True):
+        expected_loss, expected_grad = loss_and_grad(weight, run.case)
+        worst = max(worst, _finite(abs(loss - expected_loss) / max(1.0, expected_loss)))
+        if run.with_grad:
+            actual = torch.as_strided(torch.from_numpy(grad.copy()), weight.shape, weight.stride()).numpy()
+            worst = max(worst, _finite(abs(actual - expected_grad).max() / abs(expected_grad).max()))
+    return worst
+
+
+def _finite(value: float) -> float:
+    return float(value) if value == value else float("inf")
+
+
+def errors_of(runs: Sequence[Run], numbers: np.ndarray) -> dict[str, float]:
+    """The worst error of every run, from the numbers that run_cases wrote."""
+    errors, position = {}, 0
+    for run in runs:
+        count, length = run.result_sizes()
+        losses = numbers[position : position + count]
+        grads = numbers[position + count : position + count * (1 + length)].reshape(count, length)
+        position += count * (1 + length)
+        errors[str(run)] = worst_error(run, losses, grads)
+    assert position == len(numbers), "run_cases wrote another number of results"
+    return errors
