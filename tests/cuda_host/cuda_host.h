@@ -4,7 +4,6 @@
 // memory is an allocation of its own, so AddressSanitizer sees where it ends.
 #pragma once
 
-#include <sys/mman.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -32,11 +31,11 @@
 #define __device__
 #define __host__
 #define __launch_bounds__(...)
-#define threadIdx (cuda_host::current().index)
-#define blockIdx (cuda_host::current().block->index)
-#define blockDim (cuda_host::current().block->threads_each)
+#define threadIdx (cuda_host::thread_index())
+#define blockIdx (cuda_host::block_index())
+#define blockDim (cuda_host::block_size())
 #define __syncthreads() cuda_host::barrier(__COUNTER__ + 1)
-#define OCNN_FUSED_SHARED(name) unsigned char* name = cuda_host::current().block->shared.get()
+#define OCNN_FUSED_SHARED(name) unsigned char* name = cuda_host::shared_memory()
 
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
@@ -51,8 +50,11 @@ namespace cuda_host {
 // For what the fibers and the scheduler share: it is no part of the kernels that are checked.
 #define CUDA_HOST_UNCHECKED __attribute__((no_sanitize("thread")))
 
-constexpr size_t kStackBytes = size_t{256} << 10;
+constexpr size_t kStackBytes = size_t{64} << 10;
 constexpr size_t kBlocksInFlight = 3;
+constexpr unsigned kMostThreads = 256;
+
+using Memory = std::unique_ptr<unsigned char[], decltype(&std::free)>;
 
 struct Index {
   unsigned x = 0;
@@ -60,10 +62,11 @@ struct Index {
 
 struct Block;
 
+// Kept from block to block: a new fiber costs ThreadSanitizer a millisecond.
 struct Thread {
   Index index;
   Block* block = nullptr;
-  char* stack = nullptr;
+  std::unique_ptr<char[]> stack{new char[kStackBytes]};
   ucontext_t context{};
   int waits_at = 0;  // the barrier, or 0
   bool done = false;
@@ -72,10 +75,9 @@ struct Thread {
 
 struct Block {
   Index index, threads_each;
-  std::vector<Thread> threads;
-  char* stacks = nullptr;
-  std::unique_ptr<unsigned char[], decltype(&std::free)> shared{nullptr, &std::free};
-  char passed[2] = {};  // ThreadSanitizer's names of this barrier and the next
+  std::vector<Thread> threads{kMostThreads};
+  unsigned char* shared = nullptr;
+  char started = 0, passed[2] = {};  // ThreadSanitizer's names of the start, of this barrier and the next
   int barriers = 0;
 };
 
@@ -83,6 +85,7 @@ struct Scheduler {
   ucontext_t context{};
   Thread* running = nullptr;
   const std::function<void()>* kernel = nullptr;
+  std::vector<std::unique_ptr<Block>> idle;
   char finished = 0;  // ThreadSanitizer's name of the end of a launch
   void* sanitizer = nullptr;
   const void* stack = nullptr;
@@ -91,6 +94,11 @@ struct Scheduler {
 inline Scheduler scheduler;
 
 CUDA_HOST_UNCHECKED inline Thread& current() { return *scheduler.running; }
+
+CUDA_HOST_UNCHECKED inline Index thread_index() { return current().index; }
+CUDA_HOST_UNCHECKED inline Index block_index() { return current().block->index; }
+CUDA_HOST_UNCHECKED inline Index block_size() { return current().block->threads_each; }
+CUDA_HOST_UNCHECKED inline unsigned char* shared_memory() { return current().block->shared; }
 
 [[noreturn]] inline void fail(const char* what, const Block& block) {
   std::fprintf(stderr, "cuda_host: %s (block %u)\n", what, block.index.x);
@@ -103,7 +111,7 @@ CUDA_HOST_UNCHECKED inline void announce_switch_to(Thread* thread) {
   __tsan_switch_to_fiber(thread != nullptr ? thread->sanitizer : scheduler.sanitizer, __tsan_switch_to_fiber_no_sync);
 #elif defined(__SANITIZE_ADDRESS__)
   if (thread != nullptr) {
-    __sanitizer_start_switch_fiber(&scheduler.sanitizer, thread->stack, kStackBytes);
+    __sanitizer_start_switch_fiber(&scheduler.sanitizer, thread->stack.get(), kStackBytes);
   } else {
     Thread& leaving = current();
     __sanitizer_start_switch_fiber(leaving.done ? nullptr : &leaving.sanitizer, scheduler.stack, scheduler.stack_bytes);
@@ -152,6 +160,7 @@ CUDA_HOST_UNCHECKED inline void barrier(int place) {
 
 CUDA_HOST_UNCHECKED inline void run_thread() {
   announce_arrival(nullptr);
+  acquire(&current().block->started);
   (*scheduler.kernel)();
   release(&scheduler.finished);
   current().done = true;
@@ -166,54 +175,58 @@ CUDA_HOST_UNCHECKED inline void resume(Thread& thread) {
   announce_arrival(scheduler.sanitizer);
 }
 
-inline std::unique_ptr<Block> start_block(unsigned index, unsigned threads, size_t shared_bytes) {
-  auto block = std::make_unique<Block>();
-  block->index.x = index;
-  block->threads_each.x = threads;
-  block->shared.reset(static_cast<unsigned char*>(std::malloc(std::max<size_t>(shared_bytes, 1))));
-  std::memset(block->shared.get(), 0xFF, shared_bytes);  // NaN, until somebody writes
-  block->threads.resize(threads);
-  // Fresh for every block, so that no sanitizer takes two fibers on one stack for one.
-  void* stacks = mmap(nullptr, threads * kStackBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (stacks == MAP_FAILED) fail("no memory for stacks", *block);
-  block->stacks = static_cast<char*>(stacks);
-  for (unsigned t = 0; t < threads; ++t) {
-    Thread& thread = block->threads[t];
-    thread.index.x = t;
-    thread.block = block.get();
-    thread.stack = block->stacks + t * kStackBytes;
+inline Memory new_shared_memory(size_t bytes) {
+  Memory memory(static_cast<unsigned char*>(std::malloc(std::max<size_t>(bytes, 1))), &std::free);
+  std::memset(memory.get(), 0xFF, bytes);  // NaN, until somebody writes
+  return memory;
+}
+
+inline std::unique_ptr<Block> idle_block() {
+  if (scheduler.idle.empty()) {
+    scheduler.idle.push_back(std::make_unique<Block>());
 #if defined(__SANITIZE_THREAD__)
-    thread.sanitizer = __tsan_create_fiber(0);
+    for (Thread& thread : scheduler.idle.back()->threads) thread.sanitizer = __tsan_create_fiber(0);
 #endif
-    getcontext(&thread.context);
-    thread.context.uc_stack.ss_sp = thread.stack;
-    thread.context.uc_stack.ss_size = kStackBytes;
-    thread.context.uc_link = nullptr;
-    makecontext(&thread.context, run_thread, 0);
   }
+  std::unique_ptr<Block> block = std::move(scheduler.idle.back());
+  scheduler.idle.pop_back();
   return block;
 }
 
-inline void finish_block(Block& block) {
-#if defined(__SANITIZE_THREAD__)
-  for (Thread& thread : block.threads) __tsan_destroy_fiber(thread.sanitizer);
-#elif defined(__SANITIZE_ADDRESS__)
-  __asan_unpoison_memory_region(block.stacks, block.threads.size() * kStackBytes);
+CUDA_HOST_UNCHECKED inline void prepare(Thread& thread, unsigned index, Block* block) {
+  thread.index.x = index;
+  thread.block = block;
+  thread.done = false;
+  char* stack = thread.stack.get();
+#if defined(__SANITIZE_ADDRESS__)
+  __asan_unpoison_memory_region(stack, kStackBytes);
 #endif
-  munmap(block.stacks, block.threads.size() * kStackBytes);
+  getcontext(&thread.context);
+  thread.context.uc_stack.ss_sp = stack;
+  thread.context.uc_stack.ss_size = kStackBytes;
+  thread.context.uc_link = nullptr;
+  makecontext(&thread.context, run_thread, 0);
+}
+
+CUDA_HOST_UNCHECKED inline void start(Block& block, unsigned index, unsigned threads, unsigned char* shared) {
+  block.index.x = index;
+  block.threads_each.x = threads;
+  block.shared = shared;
+  for (unsigned t = 0; t < threads; ++t) prepare(block.threads[t], t, &block);
+  release(&block.started);
 }
 
 // Runs every thread up to its next barrier, in random order; returns whether the block has come to its end.
 template <typename Random>
 CUDA_HOST_UNCHECKED bool advance(Block& block, Random& random) {
   std::vector<Thread*> order;
-  for (Thread& thread : block.threads) order.push_back(&thread);
+  for (unsigned t = 0; t < block.threads_each.x; ++t) order.push_back(&block.threads[t]);
   std::shuffle(order.begin(), order.end(), random);
   for (Thread* thread : order) resume(*thread);
   const Thread& first = block.threads[0];
-  for (Thread& thread : block.threads) {
-    if (thread.done != first.done) fail("__syncthreads() that not all threads of the block reach", block);
-    if (thread.waits_at != first.waits_at) fail("threads of a block wait at different __syncthreads()", block);
+  for (const Thread* thread : order) {
+    if (thread->done != first.done) fail("__syncthreads() that not all threads of the block reach", block);
+    if (thread->waits_at != first.waits_at) fail("threads of a block wait at different __syncthreads()", block);
   }
   ++block.barriers;
   return first.done;
@@ -222,6 +235,10 @@ CUDA_HOST_UNCHECKED bool advance(Block& block, Random& random) {
 // kernel<<<blocks, threads, shared_bytes>>>(arguments...)
 template <typename Kernel, typename... Arguments>
 void launch(unsigned long seed, long blocks, int threads, long shared_bytes, Kernel kernel, Arguments... arguments) {
+  if (threads < 1 || threads > static_cast<int>(kMostThreads)) {
+    std::fprintf(stderr, "cuda_host: blocks of %d threads\n", threads);
+    std::_Exit(3);
+  }
   std::mt19937_64 random(seed);
   const std::function<void()> body = [&] { kernel(arguments...); };
   scheduler.kernel = &body;
@@ -232,14 +249,17 @@ void launch(unsigned long seed, long blocks, int threads, long shared_bytes, Ker
   for (long b = 0; b < blocks; ++b) waiting[b] = static_cast<unsigned>(b);
   std::shuffle(waiting.begin(), waiting.end(), random);
   std::vector<std::unique_ptr<Block>> in_flight;
+  std::vector<Memory> memory;  // freed at the end, when all threads have let go
   while (!waiting.empty() || !in_flight.empty()) {
     while (!waiting.empty() && in_flight.size() < kBlocksInFlight) {
-      in_flight.push_back(start_block(waiting.back(), threads, shared_bytes));
+      memory.push_back(new_shared_memory(shared_bytes));
+      in_flight.push_back(idle_block());
+      start(*in_flight.back(), waiting.back(), threads, memory.back().get());
       waiting.pop_back();
     }
     const size_t chosen = random() % in_flight.size();
     if (advance(*in_flight[chosen], random)) {
-      finish_block(*in_flight[chosen]);
+      scheduler.idle.push_back(std::move(in_flight[chosen]));
       in_flight.erase(in_flight.begin() + chosen);
     }
   }
