@@ -1,11 +1,11 @@
 // A plan in the form in which compiled code takes it: whole numbers in one tensor, the entries of its matrices in
-// another. Written by ocnn_fused/backends/lowering.py, field by field in the order of `read_plan`.
+// another. Written by ocnn_fused/backends/lowering.py, field by field in the order of `read_plan`. Without torch, so that
+// tests of GPU kernels can read it too.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <c10/util/Exception.h>
-
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace ocnn_fused {
@@ -61,19 +61,43 @@ struct LoweredPlan {
   bool diagonal() const { return symmetric < 0; }
 };
 
-inline LoweredPlan read_plan(const at::Tensor& layout) {
-  TORCH_CHECK_VALUE(layout.device().is_cpu() && layout.scalar_type() == at::kLong && layout.is_contiguous(),
-                    "layout must be a contiguous int64 tensor on the CPU");
-  const int64_t* const numbers = layout.const_data_ptr<int64_t>();
-  const int64_t size = layout.numel();
-  int64_t at = 0;
-  const auto skip = [&](int64_t count) {
-    const Position here = at;
-    TORCH_CHECK_VALUE(count >= 0 && count <= size - at, "layout ends early: it was lowered by another version");
-    at += count;
+// A plan for groups too small for matrix products: pairs of taps, sorted by lag, zero first.
+struct SmallPlan {
+  int64_t groups, taps, lags, pairs;
+  Position left, right;  // (pairs)
+  Position lag_begin;    // (lags + 1), into the pairs
+  // The same pairs sorted by tap, each once as left and once as right, for devices where a tap gathers its gradient.
+  Position terms;      // (2 * pairs, 3): lag, the other tap, whether this one is the right
+  Position tap_begin;  // (taps + 1), into the terms
+};
+
+// Reads the numbers of a plan one by one.
+class LayoutReader {
+ public:
+  LayoutReader(const int64_t* numbers, int64_t size) : numbers_(numbers), size_(size) {}
+  Position skip(int64_t count) {
+    const Position here = at_;
+    if (count < 0 || count > size_ - at_) refuse("layout ends early");
+    at_ += count;
     return here;
-  };
-  const auto take = [&] { return numbers[skip(1)]; };
+  }
+  int64_t take() { return numbers_[skip(1)]; }
+  void finish() const {
+    if (at_ != size_) refuse("layout is too long");
+  }
+
+ private:
+  [[noreturn]] static void refuse(const char* what) {
+    throw std::invalid_argument(std::string(what) + ": it was lowered by another version");
+  }
+  const int64_t* const numbers_;
+  const int64_t size_;
+  int64_t at_ = 0;
+};
+
+inline LoweredPlan read_plan(LayoutReader reader) {
+  const auto skip = [&](int64_t count) { return reader.skip(count); };
+  const auto take = [&] { return reader.take(); };
 
   LoweredPlan plan;
   plan.groups = take();
@@ -121,7 +145,22 @@ inline LoweredPlan read_plan(const at::Tensor& layout) {
     run.count = take();
     run.summed = take() != 0;
   }
-  TORCH_CHECK_VALUE(at == size, "layout has ", size - at, " numbers too many: it was lowered by another version");
+  reader.finish();
+  return plan;
+}
+
+inline SmallPlan read_small_plan(LayoutReader reader) {
+  SmallPlan plan;
+  plan.groups = reader.take();
+  plan.taps = reader.take();
+  plan.lags = reader.take();
+  plan.pairs = reader.take();
+  plan.left = reader.skip(plan.pairs);
+  plan.right = reader.skip(plan.pairs);
+  plan.lag_begin = reader.skip(plan.lags + 1);
+  plan.terms = reader.skip(6 * plan.pairs);
+  plan.tap_begin = reader.skip(plan.taps + 1);
+  reader.finish();
   return plan;
 }
 

@@ -10,37 +10,16 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <tuple>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "checks.h"
 #include "lowered.h"
+#include "views.h"
 
 namespace ocnn_fused {
-
-// A rectangle of the stacked weights: rows [row_begin, row_end), channels [channel_begin, channel_end).
-struct Window {
-  int64_t row_begin, row_end;
-  int64_t channel_begin, channel_end;
-  int64_t rows() const { return row_end - row_begin; }
-  int64_t channels() const { return channel_end - channel_begin; }
-};
-
-// Where the planes V of a pool (or their gradients G) lie for the current window:
-// plane p, row i, residue r, channel c at p * plane_stride + i * row_stride + r * channels + c.
-template <typename T>
-struct Planes {
-  T* data;
-  int64_t plane_stride, row_stride;
-};
-
-// Outputs X (outputs, groups, side, side) of the groups now worked on, the first of which is `first_group` of all.
-template <typename T>
-struct Outputs {
-  T* data;
-  int64_t groups, side, first_group;
-};
 
 // Hands out cache-line aligned pieces of a workspace; with no memory it only measures.
 class Arena {
@@ -207,7 +186,7 @@ class Pipeline {
 
   at::Tensor wrap(T* data, at::IntArrayRef sizes, at::IntArrayRef strides) const {
     const auto options = weights_[0].options().dtype(c10::CppTypeToScalarType<T>::value);
-    return at::from_blob(data, sizes, strides, options);
+    return at::for_blob(data, sizes).strides(strides).options(options).target_device(weights_[0].device()).make_tensor();
   }
 
   // Planes [plane, plane + count) of a pool as one batch of matrices, oriented (gram side, contraction).
@@ -307,6 +286,41 @@ class Pipeline {
   Window window_{};
 };
 
+// Memory of a weight, to read it if S is const.
+template <typename S>
+S* data_of(const at::Tensor& weight) {
+  if constexpr (std::is_const_v<S>) {
+    return weight.const_data_ptr<std::remove_const_t<S>>();
+  } else {
+    return weight.mutable_data_ptr<S>();
+  }
+}
+
+// Calls f.operator()<S, T>() for the weights' type S and the type T it is computed in.
+template <typename F>
+auto dispatch(const at::Tensor& weight, const F& f) {
+  switch (weight.scalar_type()) {
+    case at::kFloat:
+      return f.template operator()<float, float>();
+    case at::kDouble:
+      return f.template operator()<double, double>();
+    case at::kBFloat16:
+      return f.template operator()<c10::BFloat16, float>();
+    case at::kHalf:
+      return f.template operator()<c10::Half, float>();
+    default:
+      TORCH_CHECK_TYPE(false, "weight must be float64, float32, bfloat16 or float16, got ", weight.scalar_type());
+  }
+}
+
+using LossesAndGrads = std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>;
+
+inline LayoutReader reader_of(const at::Tensor& layout) {
+  TORCH_CHECK_VALUE(layout.device().is_cpu() && layout.scalar_type() == at::kLong && layout.is_contiguous(),
+                    "layout must be a contiguous int64 tensor on the CPU");
+  return {layout.const_data_ptr<int64_t>(), layout.numel()};
+}
+
 // What the ops check, and the gradients they return: uninitialised, or none.
 inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_t groups, bool with_grad) {
   TORCH_CHECK_VALUE(!weights.empty(), "weights must not be empty");
@@ -314,8 +328,9 @@ inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_
   for (const at::Tensor& weight : weights) {
     check_weight(weight, groups);
     TORCH_CHECK_VALUE(weight.sizes() == weights[0].sizes() && weight.strides() == weights[0].strides() &&
-                          weight.scalar_type() == weights[0].scalar_type(),
-                      "weights of one plan must have the same shape, strides and type");
+                          weight.scalar_type() == weights[0].scalar_type() &&
+                          weight.device() == weights[0].device(),
+                      "weights of one plan must have the same shape, strides, type and device");
     if (with_grad) grads.push_back(at::empty_like(weight));
   }
   return grads;

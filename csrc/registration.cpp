@@ -8,10 +8,9 @@ TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
   m.def(
       "execute_plan(Tensor[] weights, Tensor layout, Tensor tables, Tensor constants, bool with_grad) -> "
       "(Tensor[], Tensor[])");
-  // The same for groups too small for matrix products: tap pairs left[n], right[n], sorted by lag.
+  // The same for groups too small for matrix products.
   m.def(
-      "execute_small(Tensor[] weights, int groups, int[] left, int[] right, int[] lag_begin, bool with_grad) -> "
-      "(Tensor[], Tensor[])");
+      "execute_small(Tensor[] weights, Tensor layout, Tensor tables, bool with_grad) -> (Tensor[], Tensor[])");
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

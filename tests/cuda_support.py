@@ -10,7 +10,6 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,7 @@ import torch
 from oracle import Case, loss_and_grad
 from plans import plan_named
 
-from ocnn_fused.backends.lowering import lower, lower_small, tap_terms
+from ocnn_fused.backends.lowering import lower, lower_small
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "csrc" / "cuda" / "kernels.cuh"
@@ -74,6 +73,7 @@ def compile_host(folder: Path, build: str, kernels: Path = KERNELS) -> Path:
             "-Wno-unknown-pragmas",
             *BUILDS[build],
             f"-I{kernels.parent}",
+            f"-I{kernels.parent.parent}",
             *([f"-isystem{headers}"] if headers else []),
             str(HOST / "run_cases.cpp"),
             "-o",
@@ -123,7 +123,7 @@ class Run:
         """The case as run_cases reads it: 64-bit integers and doubles."""
         plan = plan_named(self.case, self.name)
         tensors = self.tensors()
-        like, taps = tensors[0], prod(self.case.shape[2:])
+        like = tensors[0]
         packer = Packer()
         packer.integers(DTYPES.index(self.dtype), plan.small, self.with_grad, plan.groups, plan.rows, plan.channels)
         packer.integers(like.stride(0), like.stride(1))
@@ -133,21 +133,12 @@ class Run:
         for tensor in tensors:
             packer.reals(span_of(tensor))
         if plan.small:
-            lowered_small = lower_small(plan)
-            for numbers in (*lowered_small[1:], *tap_terms(lowered_small, taps)):
-                packer.array(numbers)
+            packer.array(lower_small(plan).layout.tolist())
             return packer.bytes
         lowered = lower(plan, torch.float64)
-        packer.integers(lowered.column, self.interleaved, self.chunk, len(plan.blocks))
-        for block, matrix in zip(plan.blocks, lowered.evaluation, strict=True):
-            packer.integers(block.planes, block.taps, block.residues)
-            packer.reals([] if plan.is_diagonal else matrix.flatten().tolist())
-            packer.array([tap for residue in block.sources for tap in residue])
-        packer.array([number for product in plan.products for number in product])
-        packer.integers(plan.outputs, len(plan.lags))
-        for index in range(4):
-            packer.reals(lowered.mix[index].flatten().tolist() if lowered.mix else [])
-        packer.bytes += struct.pack("d", lowered.offset)
+        packer.array(lowered.layout.tolist())
+        packer.reals(lowered.constants.tolist())
+        packer.integers(self.chunk, self.interleaved)
         return packer.bytes
 
     def result_sizes(self) -> tuple[int, int]:

@@ -41,13 +41,7 @@ class Stacked {
     if (weights.empty()) return;
     const at::Tensor& first = weights[0];
     offsets_ = tap_offsets(first);
-    for (const at::Tensor& weight : weights) {
-      if constexpr (std::is_const_v<S>) {
-        data_.push_back(weight.const_data_ptr<std::remove_const_t<S>>());
-      } else {
-        data_.push_back(weight.mutable_data_ptr<S>());
-      }
-    }
+    for (const at::Tensor& weight : weights) data_.push_back(data_of<S>(weight));
     const int64_t taps = static_cast<int64_t>(offsets_.size());
     bool dense = true;
     for (int64_t u = 0; u < taps; ++u) dense = dense && offsets_[u] == u;
@@ -197,28 +191,9 @@ class Device {
   std::vector<double> losses_;
 };
 
-// Calls f.operator()<S, T>() for the weights' type S and the type T it is computed in.
-template <typename F>
-auto dispatch(const at::Tensor& weight, const F& f) {
-  switch (weight.scalar_type()) {
-    case at::kFloat:
-      return f.template operator()<float, float>();
-    case at::kDouble:
-      return f.template operator()<double, double>();
-    case at::kBFloat16:
-      return f.template operator()<c10::BFloat16, float>();
-    case at::kHalf:
-      return f.template operator()<c10::Half, float>();
-    default:
-      TORCH_CHECK_TYPE(false, "weight must be float64, float32, bfloat16 or float16, got ", weight.scalar_type());
-  }
-}
-
-using LossesAndGrads = std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>;
-
 LossesAndGrads execute_plan(at::TensorList weights, const at::Tensor& layout, const at::Tensor& tables,
                             const at::Tensor& constants, bool with_grad) {
-  const LoweredPlan plan = read_plan(layout);
+  const LoweredPlan plan = read_plan(reader_of(layout));
   std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
   dispatch(weights[0], [&]<typename S, typename T>() {
     Device<S, T> device(plan, weights, grads, tables, constants);
@@ -230,12 +205,15 @@ LossesAndGrads execute_plan(at::TensorList weights, const at::Tensor& layout, co
   return {std::move(losses), std::move(grads)};
 }
 
-LossesAndGrads execute_small(at::TensorList weights, int64_t groups, at::IntArrayRef left, at::IntArrayRef right,
-                             at::IntArrayRef lag_begin, bool with_grad) {
-  const TapPairs pairs{left.data(), right.data(), lag_begin.data(), static_cast<int64_t>(lag_begin.size()) - 1};
+LossesAndGrads execute_small(at::TensorList weights, const at::Tensor& layout, const at::Tensor& tables,
+                             bool with_grad) {
+  const SmallPlan plan = read_small_plan(reader_of(layout));
+  const int64_t* numbers = tables.const_data_ptr<int64_t>();
+  const TapPairs pairs{numbers + plan.left, numbers + plan.right, numbers + plan.lag_begin, plan.lags};
+  const int64_t groups = plan.groups;
   std::vector<at::Tensor> losses, grads = check_and_allocate(weights, groups, with_grad);
   const int64_t rows = weights[0].size(0) / groups, channels = weights[0].size(1);
-  const int64_t work = 3 * kLanes * rows * rows * channels * static_cast<int64_t>(left.size());
+  const int64_t work = 3 * kLanes * rows * rows * channels * plan.pairs;
   dispatch(weights[0], [&]<typename S, typename T>() {
     for (size_t w = 0; w < weights.size(); ++w) {
       const Stacked<const S> weight(weights.slice(w, 1));

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "../views.h"
+
 #ifndef OCNN_FUSED_SHARED
 // The block's dynamic shared memory.
 #define OCNN_FUSED_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
@@ -61,19 +63,22 @@ struct WeightView {
   __device__ bool channels_are_neighbours() const { return channel_stride < axis_stride[axes - 1]; }
 };
 
-// One block of a plan and the planes V (or their gradients G) it owns:
-// plane p, row i, residue r, channel c lies at p * plane_stride + i * row_stride + r * channels + c.
+// One block of a plan and the pool in which its planes V (or their gradients G) lie.
 template <typename T>
 struct BlockView {
-  const T* evaluation;     // (planes, taps); null for the identity
-  const int64_t* sources;  // (residues, taps), -1 where a short phase has no tap
+  const T* evaluation;      // (planes, taps); null for the identity
+  const int64_t* plane_of;  // (planes): where each plane lies in the pool
+  const int64_t* sources;   // (residues, taps), -1 where a short phase has no tap
   int64_t planes;
   int64_t taps;
   int64_t residues;
-  T* data;
-  int64_t plane_stride;
-  int64_t row_stride;
+  Planes<T> memory;
 
+  // An element of the pool's first plane.
+  __device__ T* at(int64_t row, int64_t residue, int64_t channel, const Window& window) const {
+    return memory.data + row * memory.row_stride + residue * window.channels() + channel;
+  }
+  __device__ int64_t offset(int64_t plane) const { return plane_of[plane] * memory.plane_stride; }
   // Entries [begin, end) of a row or column of the evaluation that can differ from zero for results [first, + kResults).
   __device__ int64_t begin(int64_t first) const { return evaluation == nullptr ? first : 0; }
   __device__ int64_t end(int64_t first, int64_t length) const {
@@ -90,14 +95,6 @@ template <typename T>
 struct BlockViews {
   BlockView<T> block[kMaxBlocks];
   int count;
-};
-
-// A rectangle of the weights: rows [row_begin, row_end), channels [channel_begin, channel_end).
-struct Window {
-  int64_t row_begin, row_end;
-  int64_t channel_begin, channel_end;
-  __host__ __device__ int64_t rows() const { return row_end - row_begin; }
-  __host__ __device__ int64_t channels() const { return channel_end - channel_begin; }
 };
 
 // Sum over the threads of a block, in the same order each time; valid in every thread.
@@ -223,10 +220,10 @@ __global__ void __launch_bounds__(kThreads)
     for (int v = 0; v < kEach; ++v) {
       const Place<const S>& place = stage.places[lane + v * kWarp];
       if (place.data == nullptr) continue;
-      T* target = block.data + place.row * block.row_stride + residue * window.channels() + place.channel;
+      T* target = block.at(place.row, residue, place.channel, window);
 #pragma unroll
       for (int q = 0; q < kResults; ++q) {
-        if (first + q < block.planes) target[(first + q) * block.plane_stride] = sum[q][v];
+        if (first + q < block.planes) target[block.offset(first + q)] = sum[q][v];
       }
     }
   });
@@ -246,14 +243,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int v = 0; v < kEach; ++v) {
       const Place<S>& place = stage.places[lane + v * kWarp];
-      source[v] = place.data == nullptr
-                      ? nullptr
-                      : block.data + place.row * block.row_stride + residue * window.channels() + place.channel;
+      source[v] = place.data == nullptr ? nullptr : block.at(place.row, residue, place.channel, window);
     }
     for (int64_t p = block.begin(first); p < block.end(first, block.planes); ++p) {
       T value[kEach];
 #pragma unroll
-      for (int v = 0; v < kEach; ++v) value[v] = source[v] == nullptr ? T(0) : source[v][p * block.plane_stride];
+      for (int v = 0; v < kEach; ++v) value[v] = source[v] == nullptr ? T(0) : source[v][block.offset(p)];
 #pragma unroll
       for (int q = 0; q < kResults; ++q) {
         const T factor = block.factor(p, first + q);
@@ -448,6 +443,14 @@ __global__ void __launch_bounds__(kMixThreads)
   });
 }
 
+template <typename T>
+using MixKernel = void (*)(T*, MixView<T>, int64_t, int64_t, bool, double*);
+
+template <typename T>
+MixKernel<T> mix_kernel_for(int tile) {
+  return tile == 8 ? mix_kernel<8, T> : tile == 4 ? mix_kernel<4, T> : mix_kernel<2, T>;
+}
+
 // Elements of one thread block of mix_diagonal_kernel.
 constexpr int64_t kRun = 8 * kThreads;
 
@@ -585,16 +588,21 @@ inline Launch loss_launch(int64_t weights) {
   return {weights, kThreads, kThreads * static_cast<int64_t>(sizeof(double))};
 }
 
+template <typename T>
+struct Losses {
+  T* data[kMaxWeights];
+};
+
 // Loss of each weight from its partial sums; a sum of squares, so what rounding leaves below zero is zero (NaN stays).
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
-    loss_kernel(const double* partials, int64_t partials_per_weight, double offset, T* losses) {
+    loss_kernel(const double* partials, int64_t partials_per_weight, double offset, const Losses<T> losses) {
   OCNN_FUSED_SHARED(shared);
   const double* own = partials + blockIdx.x * partials_per_weight;
   double sum = 0;
   for (int64_t n = threadIdx.x; n < partials_per_weight; n += kThreads) sum += own[n];
   const double loss = block_sum(sum, reinterpret_cast<double*>(shared)) + offset;
-  if (threadIdx.x == 0) losses[blockIdx.x] = static_cast<T>(loss < 0 ? 0 : loss);
+  if (threadIdx.x == 0) *losses.data[blockIdx.x] = static_cast<T>(loss < 0 ? 0 : loss);
 }
 
 }  // namespace ocnn_fused::cuda

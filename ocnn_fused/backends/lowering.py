@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -175,24 +176,31 @@ def lower(plan: Plan, dtype: torch.dtype, device: torch.device | str = "cpu") ->
 
 
 class LoweredSmall(NamedTuple):
-    """Arguments of the op ``execute_small``: tap pairs sorted by lag, zero first."""
+    """Arguments of the op ``execute_small``; see ``read_small_plan`` in csrc/lowered.h."""
 
-    groups: int
-    left: list[int]
-    right: list[int]
-    lag_begin: list[int]
+    layout: Tensor  # int64, on the CPU
+    tables: Tensor  # the same numbers where the weights are
 
 
 @lru_cache(maxsize=1024)
-def lower_small(plan: Plan) -> LoweredSmall:
-    pairs: list[list[tuple[int, int]]] = [[] for _ in range(plan.outputs)]
+def lower_small(plan: Plan, device: torch.device | str = "cpu") -> LoweredSmall:
+    by_lag: list[list[tuple[int, int]]] = [[] for _ in range(plan.outputs)]
     for block, left, right, out in plan.products:
-        pairs[out] += [(source[left], source[right]) for source in plan.blocks[block].sources]
-    begin = [0]
-    for of_lag in pairs:
-        begin.append(begin[-1] + len(of_lag))
-    flat = [pair for of_lag in pairs for pair in of_lag]
-    return LoweredSmall(plan.groups, [left for left, _ in flat], [right for _, right in flat], begin)
+        by_lag[out] += [(source[left], source[right]) for source in plan.blocks[block].sources]
+    taps = prod(axis.taps for axis in plan.axes)
+    by_tap: list[list[tuple[int, int, int]]] = [[] for _ in range(taps)]
+    for lag, pairs in enumerate(by_lag):
+        for left, right in pairs:
+            by_tap[left].append((lag, right, 0))
+            by_tap[right].append((lag, left, 1))
+    layout = [plan.groups, taps, len(by_lag), sum(map(len, by_lag))]
+    layout += [left for pairs in by_lag for left, _ in pairs]
+    layout += [right for pairs in by_lag for _, right in pairs]
+    layout += itertools.accumulate(map(len, by_lag), initial=0)
+    layout += [number for terms in by_tap for term in terms for number in term]
+    layout += itertools.accumulate(map(len, by_tap), initial=0)
+    numbers = torch.tensor(layout, dtype=torch.int64)
+    return LoweredSmall(numbers, numbers.to(device))
 
 
 def run_buckets(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
@@ -205,7 +213,7 @@ def run_buckets(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: boo
     for (plan, dtype, _), members in buckets.items():
         some = [weights[index] for index in members]
         if plan.small:
-            some_losses, some_grads = ops.execute_small.default(some, *lower_small(plan), with_grad)
+            some_losses, some_grads = ops.execute_small.default(some, *lower_small(plan, some[0].device), with_grad)
         else:
             lowered = lower(plan, accumulation_dtype(dtype), some[0].device)
             some_losses, some_grads = ops.execute_plan.default(some, *lowered, with_grad)
@@ -214,17 +222,3 @@ def run_buckets(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: boo
             if with_grad:
                 grads[index] = some_grads[position]
     return losses, grads if with_grad else []
-
-
-def tap_terms(lowered: LoweredSmall, taps: int) -> tuple[list[int], list[int]]:
-    """The tap pairs sorted by tap, each once as left and once as right: for devices on which a tap gathers its gradient.
-
-    Three numbers per term (lag, the other tap, whether this one is the right) and where each tap's terms begin.
-    """
-    of_tap: list[list[int]] = [[] for _ in range(taps)]
-    for lag, (begin, end) in enumerate(itertools.pairwise(lowered.lag_begin)):
-        for left, right in zip(lowered.left[begin:end], lowered.right[begin:end], strict=True):
-            of_tap[left] += [lag, right, 0]
-            of_tap[right] += [lag, left, 1]
-    begins = [0, *itertools.accumulate(len(terms) // 3 for terms in of_tap)]
-    return [number for terms in of_tap for number in terms], begins

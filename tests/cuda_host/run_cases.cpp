@@ -3,12 +3,13 @@
 #include "cuda_host.h"
 // The shim's words of CUDA come before the kernels.
 #include "kernels.cuh"
+#include "lowered.h"
 
 #include <cmath>
 #include <fstream>
 #include <string>
-#include <type_traits>
 
+using namespace ocnn_fused;
 using namespace ocnn_fused::cuda;
 
 namespace {
@@ -69,8 +70,6 @@ class Writer {
 
 template <typename S, typename T>
 struct Case {
-  using Loss = std::conditional_t<std::is_same_v<S, double>, double, float>;
-
   Case(Reader& input, bool with_gradient) : with_grad(with_gradient) {
     groups = input.integer();
     rows = input.integer();
@@ -110,9 +109,11 @@ struct Case {
 
   void write(Writer& output, const std::vector<double>& partials, double offset) {
     const int64_t count = static_cast<int64_t>(weights.size());
-    std::vector<Loss> losses(count);
-    launch(loss_launch(count), loss_kernel<Loss>, partials.data(), static_cast<int64_t>(partials.size()) / count, offset,
-           losses.data());
+    std::vector<T> losses(count, T(NAN));
+    Losses<T> targets{};
+    for (int64_t w = 0; w < count; ++w) targets.data[w] = &losses[w];
+    launch(loss_launch(count), loss_kernel<T>, partials.data(), static_cast<int64_t>(partials.size()) / count, offset,
+           targets);
     output.reals(losses);
     for (const auto& grad : grads) output.reals(grad);
   }
@@ -123,43 +124,25 @@ struct Case {
   std::vector<std::vector<S>> weights, grads;
 };
 
-template <typename T>
-struct Block {
-  BlockView<T> view{};
-  std::vector<T> evaluation, planes, gradients;
-  std::vector<int64_t> sources;
-};
-
-struct Product {
-  int64_t block, left, right, out;
-};
-
 template <typename S, typename T>
-class PlanRun {
+class PlanExecution {
  public:
-  PlanRun(Reader& input, bool with_grad) : case_(input, with_grad) {
-    column_ = input.integer() != 0;
-    interleaved_ = input.integer() != 0;
-    chunk_ = input.integer();
-    blocks_.resize(input.integer());
-    for (Block<T>& block : blocks_) {
-      block.view.planes = input.integer();
-      block.view.taps = input.integer();
-      block.view.residues = input.integer();
-      block.evaluation = input.reals<T>();
-      block.sources = input.integers();
+  PlanExecution(Reader& input, bool with_grad)
+      : case_(input, with_grad),
+        layout_(input.integers()),
+        constants_(input.reals<T>()),
+        plan_(read_plan({layout_.data(), static_cast<int64_t>(layout_.size())})),
+        chunk_(input.integer()),
+        interleaved_(input.integer() != 0),
+        pools_(plan_.pools.size()),
+        side_(plan_.column ? case_.channels * plan_.pools[0].residues : case_.rows),
+        groups_(static_cast<int64_t>(case_.weights.size()) * plan_.groups),
+        x_(plan_.outputs * groups_ * side_ * side_, T(0)) {
+    for (const PlanRun& run : plan_.runs) {
+      for (int64_t j = 0; j < run.count; ++j) {
+        products_.push_back({run.pool, run.left + j, run.right + j, run.summed ? run.out : run.out + j});
+      }
     }
-    const auto numbers = input.integers();
-    for (size_t n = 0; n < numbers.size(); n += 4) {
-      products_.push_back({numbers[n], numbers[n + 1], numbers[n + 2], numbers[n + 3]});
-    }
-    outputs_ = input.integer();
-    lags_ = input.integer();
-    for (auto& matrix : mix_) matrix = input.reals<T>();
-    offset_ = input.real();
-    side_ = column_ ? case_.channels * blocks_[0].view.residues : case_.rows;
-    groups_ = static_cast<int64_t>(case_.weights.size()) * case_.groups;
-    x_.assign(outputs_ * groups_ * side_ * side_, T(0));
   }
 
   void run(Writer& output) {
@@ -174,61 +157,71 @@ class PlanRun {
       evaluate(window);
       apply(window);
       launch(taps_launch<S, T>(window, case_.view.taps), gather_kernel<S, T>, case_.grad_view(),
-             views(&Block<T>::gradients), window);
+             views(&Pool::gradients), window);
     }
-    case_.write(output, partials_, offset_);
+    case_.write(output, partials_, static_cast<double>(plan_.offset));
   }
 
  private:
+  struct Pool {
+    std::vector<T> planes, gradients;
+    int64_t plane_stride, row_stride;
+  };
+  struct Product {
+    int64_t pool, left, right, out;
+  };
+
   // Pieces of the contraction: channels on the row side, rows (of a single group) on the column side.
   std::vector<Window> windows() const {
     std::vector<Window> result;
-    const int64_t rows = groups_ * case_.rows, length = column_ ? rows : case_.channels;
+    const int64_t rows = groups_ * case_.rows, length = plan_.column ? rows : case_.channels;
     const int64_t chunk = chunk_ > 0 ? chunk_ : length;
     for (int64_t begin = 0; begin < length; begin += chunk) {
       const int64_t end = std::min(length, begin + chunk);
-      result.push_back(column_ ? Window{begin, end, 0, case_.channels} : Window{0, rows, begin, end});
+      result.push_back(plan_.column ? Window{begin, end, 0, case_.channels} : Window{0, rows, begin, end});
     }
     return result;
   }
 
-  BlockViews<T> views(std::vector<T> Block<T>::* data) {
+  BlockViews<T> views(std::vector<T> Pool::* data) {
     BlockViews<T> result{};
-    result.count = static_cast<int>(blocks_.size());
+    result.count = static_cast<int>(plan_.blocks.size());
     for (int b = 0; b < result.count; ++b) {
-      result.block[b] = blocks_[b].view;
-      result.block[b].data = (blocks_[b].*data).data();
+      const PlanBlock& block = plan_.blocks[b];
+      Pool& pool = pools_[block.pool];
+      result.block[b] = {plan_.diagonal() ? nullptr : &constants_[block.evaluation],
+                         &layout_[block.plane_of],
+                         &layout_[block.sources],
+                         block.planes,
+                         block.taps,
+                         block.residues,
+                         {(pool.*data).data(), pool.plane_stride, pool.row_stride}};
     }
     return result;
   }
 
   void evaluate(const Window& window) {
-    for (Block<T>& block : blocks_) {
-      const int64_t width = block.view.residues * window.channels();
-      block.view.evaluation = block.evaluation.empty() ? nullptr : block.evaluation.data();
-      block.view.sources = block.sources.data();
-      block.view.plane_stride = interleaved_ ? width : window.rows() * width;
-      block.view.row_stride = interleaved_ ? block.view.planes * width : width;
+    for (size_t p = 0; p < pools_.size(); ++p) {
+      const int64_t width = plan_.pools[p].residues * window.channels(), planes = plan_.pools[p].planes;
       // Exactly as large as needed: what is written behind them is seen. NaN: so is what nobody writes.
-      block.planes.assign(block.view.planes * window.rows() * width, T(NAN));
-      block.gradients.assign(block.planes.size(), T(0));
-      block.planes.shrink_to_fit();
-      block.gradients.shrink_to_fit();
+      pools_[p] = {std::vector<T>(planes * window.rows() * width, T(NAN)),
+                   std::vector<T>(planes * window.rows() * width, T(0)), interleaved_ ? width : window.rows() * width,
+                   interleaved_ ? planes * width : width};
     }
     launch(taps_launch<S, T>(window, case_.view.taps), evaluate_kernel<S, T>, case_.weight_view(),
-           views(&Block<T>::planes), window);
+           views(&Pool::planes), window);
   }
 
   // Calls f(index into the left plane, into the right plane, into x) for every multiplication of a product.
   template <typename F>
   void each_term(const Window& window, const Product& product, const F& f) {
-    const BlockView<T>& view = blocks_[product.block].view;
-    const int64_t width = view.residues * window.channels(), rows = window.rows() / groups_;
-    const int64_t depth = column_ ? rows : width;
+    const Pool& pool = pools_[product.pool];
+    const int64_t width = plan_.pools[product.pool].residues * window.channels(), rows = window.rows() / groups_;
+    const int64_t depth = plan_.column ? rows : width;
     for (int64_t g = 0; g < groups_; ++g) {
       const auto at = [&](int64_t plane, int64_t i, int64_t k) {
-        const int64_t row = g * rows + (column_ ? k : i), position = column_ ? i : k;
-        return plane * view.plane_stride + row * view.row_stride + position;
+        const int64_t row = g * rows + (plan_.column ? k : i), position = plan_.column ? i : k;
+        return plane * pool.plane_stride + row * pool.row_stride + position;
       };
       for (int64_t i = 0; i < side_; ++i) {
         for (int64_t j = 0; j < side_; ++j) {
@@ -241,7 +234,7 @@ class PlanRun {
 
   void gram(const Window& window) {
     for (const Product& product : products_) {
-      const auto& planes = blocks_[product.block].planes;
+      const auto& planes = pools_[product.pool].planes;
       each_term(window, product,
                 [&](int64_t left, int64_t right, int64_t out) { x_[out] += planes[left] * planes[right]; });
     }
@@ -249,49 +242,53 @@ class PlanRun {
 
   void apply(const Window& window) {
     for (const Product& product : products_) {
-      Block<T>& block = blocks_[product.block];
+      Pool& pool = pools_[product.pool];
       each_term(window, product, [&](int64_t left, int64_t right, int64_t out) {
-        block.gradients[left] += x_[out] * block.planes[right];
-        if (product.left != product.right) block.gradients[right] += x_[out] * block.planes[left];
+        pool.gradients[left] += x_[out] * pool.planes[right];
+        if (product.left != product.right) pool.gradients[right] += x_[out] * pool.planes[left];
       });
     }
   }
 
   void mix() {
-    if (mix_[0].empty()) {
-      partials_.assign(groups_ * diagonal_runs(outputs_, side_), NAN);
-      launch(mix_diagonal_launch(outputs_, groups_, side_), mix_diagonal_kernel<T>, x_.data(), outputs_, groups_, side_,
+    const int64_t outputs = plan_.outputs, lags = plan_.lags;
+    if (plan_.diagonal()) {
+      partials_.assign(groups_ * diagonal_runs(outputs, side_), NAN);
+      launch(mix_diagonal_launch(outputs, groups_, side_), mix_diagonal_kernel<T>, x_.data(), outputs, groups_, side_,
              case_.with_grad, partials_.data());
       return;
     }
-    const MixView<T> view{mix_[0].data(), mix_[1].data(),          mix_[2].data(),
-                          mix_[3].data(), static_cast<int>(lags_), static_cast<int>(outputs_)};
-    const int tile = mix_tile<T>(lags_, outputs_);
+    const T* values = constants_.data();
+    const MixView<T> view{values + plan_.symmetric,       values + plan_.antisymmetric, values + plan_.symmetric_t,
+                          values + plan_.antisymmetric_t, static_cast<int>(lags),       static_cast<int>(outputs)};
+    const int tile = mix_tile<T>(lags, outputs);
     partials_.assign(groups_ * mix_pairs(side_, tile), NAN);
-    const auto kernel = tile == 8 ? mix_kernel<8, T> : tile == 4 ? mix_kernel<4, T> : mix_kernel<2, T>;
-    launch(mix_launch<T>(lags_, outputs_, groups_, side_, tile), kernel, x_.data(), view, groups_, side_,
+    launch(mix_launch<T>(lags, outputs, groups_, side_, tile), mix_kernel_for<T>(tile), x_.data(), view, groups_, side_,
            case_.with_grad, partials_.data());
   }
 
   Case<S, T> case_;
-  bool column_, interleaved_;
-  int64_t chunk_, outputs_, lags_, side_, groups_;
-  double offset_;
-  std::vector<Block<T>> blocks_;
-  std::vector<Product> products_;
-  std::vector<T> mix_[4];
+  const std::vector<int64_t> layout_;
+  const std::vector<T> constants_;
+  const LoweredPlan plan_;
+  const int64_t chunk_;
+  const bool interleaved_;
+  std::vector<Pool> pools_;
+  const int64_t side_, groups_;
   std::vector<T> x_;
+  std::vector<Product> products_;
   std::vector<double> partials_;
 };
 
 template <typename S, typename T>
 void run_small(Reader& input, Writer& output, bool with_grad) {
   Case<S, T> own(input, with_grad);
-  const auto left = input.integers(), right = input.integers(), lag_begin = input.integers();
-  const auto terms = input.integers(), tap_begin = input.integers();
-  const TapPairs pairs{left.data(), right.data(), lag_begin.data(), terms.data(), tap_begin.data()};
-  const int64_t lags = static_cast<int64_t>(lag_begin.size()) - 1, count = static_cast<int64_t>(own.weights.size());
-  const SmallShape shape = small_shape<T>(own.groups, own.rows, own.channels, own.view.taps, lags);
+  const auto layout = input.integers();
+  const SmallPlan plan = read_small_plan({layout.data(), static_cast<int64_t>(layout.size())});
+  const TapPairs pairs{&layout[plan.left], &layout[plan.right], &layout[plan.lag_begin], &layout[plan.terms],
+                       &layout[plan.tap_begin]};
+  const int64_t count = static_cast<int64_t>(own.weights.size());
+  const SmallShape shape = small_shape<T>(plan.groups, own.rows, own.channels, plan.taps, plan.lags);
   std::vector<double> partials(count * shape.blocks(), NAN);
   launch(small_launch<T>(shape, count), small_kernel<S, T>, own.weight_view(), own.grad_view(), pairs, shape,
          partials.data());
@@ -304,7 +301,7 @@ void run(Reader& input, Writer& output) {
   if (is_small) {
     run_small<S, T>(input, output, with_grad);
   } else {
-    PlanRun<S, T>(input, with_grad).run(output);
+    PlanExecution<S, T>(input, with_grad).run(output);
   }
 }
 

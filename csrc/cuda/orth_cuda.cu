@@ -1,0 +1,223 @@
+// A CUDA GPU as a device of the pipeline, and its ops. Everything runs on the current stream, nothing waits for it.
+#include <ATen/cuda/CUDAContext.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <torch/library.h>
+
+#include "../pipeline.h"
+#include "kernels.cuh"
+
+namespace ocnn_fused::cuda {
+namespace {
+
+template <typename... Parameters, typename... Arguments>
+void launch(const Launch& geometry, void (*kernel)(Parameters...), const Arguments&... arguments) {
+  TORCH_CHECK(geometry.blocks <= INT32_MAX, "a weight is too large: ", geometry.blocks, " thread blocks");
+  kernel<<<static_cast<unsigned>(geometry.blocks), geometry.threads, geometry.shared_bytes,
+           at::cuda::getCurrentCUDAStream()>>>(arguments...);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();
+}
+
+template <typename S>
+WeightView<S> view_of(at::TensorList weights) {
+  WeightView<S> view{};
+  if (weights.empty()) return view;
+  const at::Tensor& first = weights[0];
+  for (size_t w = 0; w < weights.size(); ++w) view.data[w] = data_of<S>(weights[w]);
+  view.rows = first.size(0);
+  view.row_stride = first.stride(0);
+  view.channel_stride = first.stride(1);
+  view.taps = 1;
+  view.axes = 1;
+  view.axis_taps[0] = 1;
+  view.axis_stride[0] = 1;
+  for (int64_t axis = 2; axis < first.dim(); ++axis) {
+    const int64_t taps = first.size(axis), stride = first.stride(axis);
+    if (taps == 1) continue;
+    const bool follows = view.axis_stride[view.axes - 1] == taps * stride;
+    if (view.taps > 1 && !follows) {
+      TORCH_CHECK_VALUE(view.axes < kMaxAxes, "weight must have at most ", kMaxAxes, " spatial axes");
+      ++view.axes;
+      view.axis_taps[view.axes - 1] = 1;
+    }
+    view.axis_taps[view.axes - 1] *= taps;
+    view.axis_stride[view.axes - 1] = stride;
+    view.taps *= taps;
+  }
+  return view;
+}
+
+// Partial losses of some weights, and their sums.
+template <typename T>
+class PartialLosses {
+ public:
+  explicit PartialLosses(at::TensorList weights) : weights_(weights) {}
+
+  // Room for so many numbers per weight; the same every time.
+  double* of_each(int64_t count) {
+    if (!partials_.defined()) {
+      count_ = count;
+      partials_ = at::empty({static_cast<int64_t>(weights_.size()) * count}, weights_[0].options().dtype(at::kDouble));
+    }
+    return partials_.mutable_data_ptr<double>();
+  }
+
+  void append_to(std::vector<at::Tensor>& losses, double offset) const {
+    Losses<T> targets{};
+    for (size_t w = 0; w < weights_.size(); ++w) {
+      losses.push_back(at::empty({}, weights_[w].options().dtype(c10::CppTypeToScalarType<T>::value)));
+      targets.data[w] = losses.back().template mutable_data_ptr<T>();
+    }
+    launch(loss_launch(static_cast<int64_t>(weights_.size())), loss_kernel<T>, partials_.const_data_ptr<double>(),
+           count_, offset, targets);
+  }
+
+ private:
+  const at::TensorList weights_;
+  at::Tensor partials_;
+  int64_t count_ = 0;
+};
+
+template <typename S, typename T>
+class Device {
+ public:
+  // Large enough to keep a GPU busy, small beside its memory.
+  static constexpr int64_t kPlaneBytes = int64_t{128} << 20;
+  static constexpr int64_t kNarrowestChunk = 512;
+  static constexpr int64_t kChunkMultiple = kWarp;
+
+  Device(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, const at::Tensor& tables,
+         const at::Tensor& constants)
+      : plan_(plan),
+        options_(weights[0].options()),
+        weight_(view_of<const S>(weights)),
+        grad_(view_of<S>(grads)),
+        losses_(weights) {
+    TORCH_CHECK_VALUE(plan.blocks.size() <= kMaxBlocks, "a plan must have at most ", kMaxBlocks, " blocks, got ",
+                      plan.blocks.size());
+    const T* values = constants.const_data_ptr<T>();
+    const int64_t* numbers = tables.const_data_ptr<int64_t>();
+    blocks_.count = static_cast<int>(plan.blocks.size());
+    for (int b = 0; b < blocks_.count; ++b) {
+      const PlanBlock& block = plan.blocks[b];
+      blocks_.block[b] = {plan.diagonal() ? nullptr : values + block.evaluation,
+                          numbers + block.plane_of,
+                          numbers + block.sources,
+                          block.planes,
+                          block.taps,
+                          block.residues,
+                          {}};
+    }
+    if (plan.diagonal()) return;
+    mix_ = {values + plan.symmetric,     values + plan.antisymmetric,  values + plan.symmetric_t,
+            values + plan.antisymmetric_t, static_cast<int>(plan.lags), static_cast<int>(plan.outputs)};
+    tile_ = mix_tile<T>(plan.lags, plan.outputs);
+    TORCH_CHECK_VALUE(tile_ > 0, "a plan with ", plan.outputs, " outputs and ", plan.lags,
+                      " lags does not fit into shared memory");
+  }
+
+  at::Tensor workspace(int64_t bytes) { return at::empty({bytes}, options_.dtype(at::kByte)); }
+
+  void zero(T* data, int64_t elements) {
+    C10_CUDA_CHECK(cudaMemsetAsync(data, 0, elements * sizeof(T), at::cuda::getCurrentCUDAStream()));
+  }
+
+  void evaluate(const std::vector<Planes<T>>& planes, const Window& window) {
+    launch(taps_launch<S, T>(window, weight_.taps), evaluate_kernel<S, T>, weight_, with(planes), window);
+  }
+
+  void gather(const std::vector<Planes<T>>& planes, const Window& window) {
+    launch(taps_launch<S, T>(window, grad_.taps), gather_kernel<S, T>, grad_, with(planes), window);
+  }
+
+  void mix(const Outputs<T>& x, bool with_grad) {
+    const int64_t per_group = plan_.diagonal() ? diagonal_runs(plan_.outputs, x.side) : mix_pairs(x.side, tile_);
+    double* partials = losses_.of_each(plan_.groups * per_group) + x.first_group * per_group;
+    if (plan_.diagonal()) {
+      launch(mix_diagonal_launch(plan_.outputs, x.groups, x.side), mix_diagonal_kernel<T>, x.data, plan_.outputs,
+             x.groups, x.side, with_grad, partials);
+    } else {
+      launch(mix_launch<T>(plan_.lags, plan_.outputs, x.groups, x.side, tile_), mix_kernel_for<T>(tile_), x.data, mix_,
+             x.groups, x.side, with_grad, partials);
+    }
+  }
+
+  const PartialLosses<T>& losses() const { return losses_; }
+
+ private:
+  BlockViews<T> with(const std::vector<Planes<T>>& planes) const {
+    BlockViews<T> views = blocks_;
+    for (int b = 0; b < views.count; ++b) views.block[b].memory = planes[plan_.blocks[b].pool];
+    return views;
+  }
+
+  const LoweredPlan& plan_;
+  const at::TensorOptions options_;
+  const WeightView<const S> weight_;
+  const WeightView<S> grad_;
+  PartialLosses<T> losses_;
+  BlockViews<T> blocks_{};
+  MixView<T> mix_{};
+  int tile_ = 0;
+};
+
+// Calls f.operator()<S, T>(weights, grads) for as many weights at once as a launch takes.
+template <typename F>
+void each_batch(at::TensorList weights, at::TensorList grads, const F& f) {
+  const c10::cuda::CUDAGuard guard(weights[0].device());
+  dispatch(weights[0], [&]<typename S, typename T>() {
+    for (size_t begin = 0; begin < weights.size(); begin += kMaxWeights) {
+      const size_t count = std::min<size_t>(kMaxWeights, weights.size() - begin);
+      f.template operator()<S, T>(weights.slice(begin, count), grads.empty() ? grads : grads.slice(begin, count));
+    }
+  });
+}
+
+void check_tables(const at::Tensor& tables, const at::Tensor& weight) {
+  TORCH_CHECK_VALUE(tables.device() == weight.device(), "the plan's tables must be on ", weight.device(), ", got ",
+                    tables.device());
+}
+
+LossesAndGrads execute_plan(at::TensorList weights, const at::Tensor& layout, const at::Tensor& tables,
+                            const at::Tensor& constants, bool with_grad) {
+  const LoweredPlan plan = read_plan(reader_of(layout));
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
+  check_tables(tables, weights[0]);
+  check_tables(constants, weights[0]);
+  each_batch(weights, grads, [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads) {
+    Device<S, T> device(plan, some, some_grads, tables, constants);
+    Pipeline<S, T, Device<S, T>>(device, plan, some, some_grads).run();
+    device.losses().append_to(losses, static_cast<double>(plan.offset));
+  });
+  return {std::move(losses), std::move(grads)};
+}
+
+LossesAndGrads execute_small(at::TensorList weights, const at::Tensor& layout, const at::Tensor& tables,
+                             bool with_grad) {
+  const SmallPlan plan = read_small_plan(reader_of(layout));
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
+  check_tables(tables, weights[0]);
+  const int64_t* numbers = tables.const_data_ptr<int64_t>();
+  const TapPairs pairs{numbers + plan.left, numbers + plan.right, numbers + plan.lag_begin, numbers + plan.terms,
+                       numbers + plan.tap_begin};
+  each_batch(weights, grads, [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads) {
+    const int64_t rows = some[0].size(0) / plan.groups, channels = some[0].size(1);
+    const SmallShape shape = small_shape<T>(plan.groups, rows, channels, plan.taps, plan.lags);
+    TORCH_CHECK_VALUE(shape.groups_at_once > 0, "a group of ", rows, " x ", channels, " filters of ", plan.taps,
+                      " taps does not fit into shared memory");
+    PartialLosses<T> partials(some);
+    launch(small_launch<T>(shape, static_cast<int64_t>(some.size())), small_kernel<S, T>, view_of<const S>(some),
+           view_of<S>(some_grads), pairs, shape, partials.of_each(shape.blocks()));
+    partials.append_to(losses, 0.0);
+  });
+  return {std::move(losses), std::move(grads)};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ocnn_fused, CUDA, m) {
+  m.impl("execute_plan", execute_plan);
+  m.impl("execute_small", execute_small);
+}
+
+}  // namespace ocnn_fused::cuda

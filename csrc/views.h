@@ -1,0 +1,37 @@
+// What the pipeline tells a device's stages about memory. Without torch, so that GPU kernels can use it too.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define OCNN_FUSED_ANYWHERE __host__ __device__
+#else
+#define OCNN_FUSED_ANYWHERE
+#endif
+
+namespace ocnn_fused {
+
+// A rectangle of the stacked weights: rows [row_begin, row_end), channels [channel_begin, channel_end).
+struct Window {
+  int64_t row_begin, row_end;
+  int64_t channel_begin, channel_end;
+  OCNN_FUSED_ANYWHERE int64_t rows() const { return row_end - row_begin; }
+  OCNN_FUSED_ANYWHERE int64_t channels() const { return channel_end - channel_begin; }
+};
+
+// Where the planes V of a pool (or their gradients G) lie for the current window:
+// plane p, row i, residue r, channel c at p * plane_stride + i * row_stride + r * channels + c.
+template <typename T>
+struct Planes {
+  T* data;
+  int64_t plane_stride, row_stride;
+};
+
+// Outputs X (outputs, groups, side, side) of the groups now worked on, the first of which is `first_group` of all.
+template <typename T>
+struct Outputs {
+  T* data;
+  int64_t groups, side, first_group;
+};
+
+}  // namespace ocnn_fused
