@@ -20,10 +20,10 @@ from types import ModuleType
 
 import torch
 
-from . import cpu, pytorch, triton
+from . import cpu, cuda, pytorch, triton
 
 #: By name, in the order in which they are preferred.
-BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "torch": pytorch}
+BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "cuda": cuda, "torch": pytorch}
 
 _warned: set[str] = set()
 
@@ -67,11 +67,12 @@ def choose(device: torch.device, name: str | None = None) -> ModuleType:
 
 
 def _warn_if_slower(chosen: str, device: torch.device, reasons: dict[str, str]) -> None:
-    """Say once per device why the compiled backend does not serve it."""
+    """Say once per kind of device why no compiled backend serves it."""
     if chosen != "torch" or device.type in _warned:
         return
     _warned.add(device.type)
-    relevant = reasons.get(device.type, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))
+    own = ("cpu",) if device.type == "cpu" else ("triton", "cuda")
+    relevant = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if name in own)
     warnings.warn(
         f"ocnn_fused runs its plans through PyTorch on {device.type}, "
         f"which is slower than a compiled backend: {relevant}",

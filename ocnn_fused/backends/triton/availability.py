@@ -41,6 +41,14 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
+def missing_gpu() -> str | None:
+    """Why torch cannot use a GPU here."""
+    if torch.cuda.is_available():
+        return None
+    built = "a CPU build" if torch.version.cuda is None and torch.version.hip is None else "no usable driver or GPU"
+    return f"torch sees no GPU ({built}, torch {torch.__version__})"
+
+
 def device_reason(device: torch.device) -> str | None:
     """What is wrong with the device."""
     if device.type == "cpu":
@@ -49,9 +57,9 @@ def device_reason(device: torch.device) -> str | None:
         return "it serves GPUs; to try it on CPU tensors, start Python with TRITON_INTERPRET=1 (slow)"
     if device.type != "cuda":
         return f"it serves CUDA and ROCm devices, not {device.type}"
-    if not torch.cuda.is_available():
-        built = "a CPU build" if torch.version.cuda is None and torch.version.hip is None else "no usable driver or GPU"
-        return f"torch sees no GPU ({built}, torch {torch.__version__})"
+    missing = missing_gpu()
+    if missing is not None:
+        return missing
     if torch.version.hip is not None:
         architecture = torch.cuda.get_device_properties(device).gcnArchName.split(":")[0]
         if architecture in AMD_ARCHITECTURES:

@@ -1,0 +1,106 @@
+"""The compiled CUDA backend: matrix products by cuBLAS through ATen, three small kernels for the rest (csrc/cuda).
+
+It runs where Triton does not, and needs no Python between its launches. Products follow PyTorch's own settings
+(``torch.set_float32_matmul_precision``); half weights are read as they are and computed in float32.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .. import _extension
+from ..plan import Plan
+from .lowering import accumulation_dtype, batches, run_buckets
+from .triton.availability import missing_gpu
+from .triton.model import GPU_RATES, DeviceSpec, plan_seconds, spec_of
+
+#: Unlike Triton's, launches are not shared by all layers.
+RATES = replace(GPU_RATES, name="cuda", launch=4e-6)
+
+#: Shared memory of a thread block, kSharedBytes in csrc/cuda/kernels.cuh, and what sums of the loss take of it.
+_SHARED_BYTES = 48 << 10
+_MIX_SUMS = 128 * 8
+_SMALL_SUMS = 256 * 8
+
+
+def unavailable_reason(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"it serves CUDA devices, not {device.type}"
+    if _extension.unavailable_reason is not None:
+        return _extension.unavailable_reason
+    if torch.version.hip is not None:
+        return "it is compiled for NVIDIA GPUs, and this torch is built for ROCm"
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("ocnn_fused::execute_plan", "CUDA"):
+        return (
+            "the compiled extension was built without CUDA; with a CUDA build of torch and a CUDA toolkit, "
+            "`OCNN_FUSED_CUDA=1 pip install --no-build-isolation .` builds it or says what is missing"
+        )
+    return missing_gpu() or _architecture_reason(device)
+
+
+def _architecture_reason(device: torch.device) -> str | None:
+    architectures = (_extension.build_info or {}).get("architectures", [])
+    capability = torch.cuda.get_device_capability(device)
+    if not architectures or any(_runs_on(architecture, capability) for architecture in architectures):
+        return None
+    major, minor = capability
+    return (
+        f"{torch.cuda.get_device_name(device)} is sm_{major}{minor}, and the compiled extension is built for "
+        f"{' '.join(architectures)}; rebuild it with TORCH_CUDA_ARCH_LIST={major}.{minor}"
+    )
+
+
+def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+    """Machine code (sm_86) runs on later GPUs of the same generation, PTX (compute_86) on all later ones.
+
+    What has a letter behind (sm_90a) runs on nothing else.
+    """
+    kind, number, letter = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", architecture).groups()  # type: ignore[union-attr]
+    own = divmod(int(number), 10)
+    if letter:
+        return own == capability
+    return own <= capability and (kind == "compute" or own[0] == capability[0])
+
+
+def fits(plan: Plan, dtype: torch.dtype) -> bool:
+    """Whether a plan's mix, or a small group, fits into shared memory; see mix_tile and small_shape in kernels.cuh."""
+    item = accumulation_dtype(dtype).itemsize
+    if plan.small:
+        elements = plan.rows * plan.channels * prod(axis.taps for axis in plan.axes) + len(plan.lags) * plan.rows**2
+        return _SMALL_SUMS + elements * item <= _SHARED_BYTES
+    smallest_tile = 2 * 3
+    return plan.is_diagonal or _MIX_SUMS + 2 * (plan.outputs + len(plan.lags)) * smallest_tile * item <= _SHARED_BYTES
+
+
+def launches(plan: Plan) -> int:
+    """Kernels and products issued one after another for a loss with its gradient."""
+    if plan.small:
+        return 2
+    runs = batches(plan).runs
+    # Next to sums over neighbouring planes, other products of the row side go one by one.
+    one_by_one = plan.side == "row" and any(run.summed for run in runs)
+    products = sum(
+        (run.count if one_by_one and not run.summed else 1) * (2 if run.left == run.right else 3) for run in runs
+    )
+    return products + (2 if plan.is_flat else 4)
+
+
+@lru_cache(maxsize=4096)
+def choose_plan(plan: Plan, dtype: torch.dtype, spec: DeviceSpec, precision: str) -> Plan:
+    """Of a plan and its alternatives the one with the least modelled time that fits; a direct plan always does."""
+    candidates = [candidate for candidate in (plan, *plan.alternatives) if fits(candidate, dtype)]
+    return min(candidates, key=lambda one: plan_seconds(one, spec, precision) + spec.launch * launches(one))
+
+
+def run(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
+    spec = spec_of(weights[0].device)
+    precision = spec.native_precision("ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32")
+    chosen = [choose_plan(plan, weight.dtype, spec, precision) for weight, plan in zip(weights, plans, strict=True)]
+    return run_buckets(weights, chosen, with_grad)
