@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import struct
 import subprocess
 import sys
@@ -20,6 +19,10 @@ from plans import plan_named
 from ocnn_fused.backends.lowering import lower, lower_small
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import cuda_toolkit  # noqa: E402
+
 KERNELS = ROOT / "csrc" / "cuda" / "kernels.cuh"
 HOST = ROOT / "tests" / "cuda_host"
 
@@ -39,31 +42,28 @@ ENVIRONMENT = {
 
 @cache
 def nvcc() -> str | None:
-    return shutil.which("nvcc")
+    try:
+        return str(cuda_toolkit.find_toolkit().home / "bin" / "nvcc")
+    except cuda_toolkit.Unavailable:
+        return None
 
 
 @cache
-def toolkit_headers() -> Path | None:
+def half_headers() -> Path | None:
     """The folder with cuda_fp16.h: the toolkit's own, or that of the pip packages that a CUDA build of torch needs."""
-    folders = []
-    if nvcc():
-        dry = subprocess.run(
-            [nvcc(), "--dryrun", "-x", "cu", "-c", os.devnull, "-o", os.devnull], capture_output=True, text=True
-        )
-        folders += [
-            Path(line.removeprefix("#$ TOP=")) / "include"
-            for line in dry.stderr.splitlines()
-            if line.startswith("#$ TOP=")
-        ]
-    for packages in sys.path:
-        folders += sorted(Path(packages).glob("nvidia/*/include"))
-    return next((folder.resolve() for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
+    folders = [package / "include" for package in cuda_toolkit.nvidia_packages()]
+    if nvcc() is not None:
+        folders = [*cuda_toolkit.find_toolkit().include_folders, *folders]
+    return next((folder for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
 
 
-def compile_host(folder: Path, build: str, kernels: Path = KERNELS) -> Path:
-    """The program run_cases, in one of the ways of BUILDS, for the kernels in a given file called kernels.cuh."""
+def compile_host(folder: Path, build: str, kernels: Path = KERNELS, with_half: bool = False) -> Path:
+    """The program run_cases, in one of the ways of BUILDS, for the kernels in a given file called kernels.cuh.
+
+    Half precision doubles what is to be compiled, and needs headers of the toolkit.
+    """
     program = folder / f"run_cases_{build}"
-    headers = toolkit_headers() if build == "plain" else None  # half precision doubles what is to be compiled
+    headers = half_headers() if with_half else None
     subprocess.run(
         [
             os.environ.get("CXX", "g++"),

@@ -1,0 +1,211 @@
+"""The CUDA kernels without a GPU: executed on the CPU against the definition, and compiled for every architecture."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from conftest import TOLERANCES
+from cuda_support import BUILDS, HOST, KERNELS, Run, compile_host, errors_of, execute, half_headers, nvcc
+from oracle import Case
+from plans import plan_named
+
+pytestmark = pytest.mark.skipif(
+    shutil.which(os.environ.get("CXX", "g++")) is None, reason="the kernels are compiled for the CPU by g++, not found"
+)
+
+Program = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    """The kernels as a program of the CPU, compiled once in each of the ways of BUILDS."""
+    folder = tmp_path_factory.mktemp("cuda_host")
+    built: dict[str, Path] = {}
+
+    def get(build: str) -> Path:
+        if build not in built:
+            built[build] = compile_host(folder, build, with_half=build == "plain")
+        return built[build]
+
+    return get
+
+
+HALVES = (torch.float16, torch.bfloat16)
+
+RUNS = [
+    Run("gram/row", Case((10, 20, 2, 2), stride=2)),
+    Run("gram/row", Case((9, 70), groups=3), torch.float64),
+    Run("gram/column", Case((70, 3, 1, 1)), torch.bfloat16),
+    Run("toom/row", Case((17, 20, 3, 3))),
+    Run("toom/row", Case((17, 20, 3, 3)), torch.float64),
+    Run("toom/row", Case((17, 20, 3, 3)), torch.float16),
+    Run("toom/row", Case((17, 20, 3, 3)), torch.bfloat16),
+    Run("toom/row", Case((7, 5, 3, 3)), torch.float64, with_grad=False),
+    Run("toom/row", Case((10, 70, 2, 2)), chunk=32),
+    Run("toom/row", Case((6, 5, 3)), torch.float64, weights=3),
+    Run("toom/row", Case((12, 3, 3, 3), groups=3), torch.float64, weights=2),
+    Run("toom/row", Case((9, 5, 3, 3)), layout="channels_last"),
+    Run("toom/row", Case((5, 4, 3, 2)), layout="strided"),
+    Run("toom/row", Case((8, 6, 3, 3), stride=2), torch.float64),  # residue classes of several lengths
+    Run("toom/row", Case((8, 6, 3, 3), stride=2), layout="channels_last", weights=2),
+    Run("toom/row", Case((5, 4, 5, 5), padding=2)),  # dropped lags
+    Run("toom/row", Case((6, 5, 5, 5)), torch.float64),  # mix in tiles of 4
+    Run("toom/row", Case((3, 2, 4, 4, 4)), torch.float64),  # and of 2
+    Run("toom/row", Case((4, 3, 2, 7)), torch.float64),  # points along one axis, lags along the other
+    Run("toom/row", Case((6, 4, 3, 3), stride=2, dilation=2)),
+    Run("toom/row", Case((4, 3, 3, 3, 3))),
+    Run("toom/column", Case((30, 3, 7, 7), stride=2)),
+    Run("toom/column", Case((30, 2, 3, 3)), torch.float64, weights=2),
+    Run("toom/column", Case((70, 2, 3, 3)), torch.float64, chunk=24),
+    Run("direct/row", Case((9, 5, 7))),
+    Run("direct/row", Case((9, 5, 7)), torch.float16, interleaved=True),
+    Run("direct/row", Case((4, 3, 6, 7)), torch.float64, layout="channels_last"),
+    Run("direct/row", Case((3, 2, 100)), torch.float64),  # taps that do not fit into shared memory
+    Run("direct/row", Case((3, 2, 100)), torch.float64, layout="strided", with_grad=False),
+    Run("direct/row", Case((50, 3, 2)), torch.float64),  # several runs of entries
+    Run("direct/column", Case((20, 2, 7)), torch.float64),
+    Run("small/row", Case((33, 1, 3, 3), groups=33)),
+    Run("small/row", Case((33, 1, 3, 3), groups=33), torch.float16, weights=2),
+    Run("small/row", Case((33, 1, 3, 3), groups=33), torch.bfloat16, with_grad=False),
+    Run("small/row", Case((24, 2, 3, 3), stride=2, groups=6), torch.float64),
+    Run("small/row", Case((8, 1, 7, 7), groups=4), layout="strided"),
+    Run("small/row", Case((5, 3, 4), dilation=3), torch.float64, weights=2),
+]
+
+
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_kernels_match_the_definition(run: Run, program: Program, tmp_path: Path) -> None:
+    """Whatever the order of blocks and threads, and every time with the same bits."""
+    if run.dtype in HALVES and half_headers() is None:
+        pytest.skip("needs cuda_fp16.h, and there is neither nvcc nor a package with it")
+    process, numbers = execute(program("plain"), [run], tmp_path, seed=1)
+    assert process.returncode == 0, process.stderr
+    (error,) = errors_of([run], numbers).values()
+    assert error <= TOLERANCES[run.dtype]
+    _, again = execute(program("plain"), [run], tmp_path, seed=1000)
+    assert np.array_equal(numbers, again)
+
+
+def test_all_kinds_and_tiles_are_run() -> None:
+    """So that a change of the plans cannot empty the list above."""
+    kinds = {run.name.split("/")[0] for run in RUNS}
+    assert kinds == {"gram", "toom", "direct", "small"}
+    bytes_per_tile_element = {
+        (plan.outputs + len(plan.lags)) * run.dtype.itemsize
+        for run in RUNS
+        if not (plan := plan_named(run.case, run.name)).is_diagonal and run.dtype not in HALVES
+    }
+    for smallest, largest in ((0, 334), (335, 1203), (1204, 4010)):  # tiles of 8, 4 and 2 in 48 KB
+        assert any(smallest <= size <= largest for size in bytes_per_tile_element), (smallest, largest)
+
+
+#: A few blocks of every kernel: a sanitizer makes them slow.
+CHECKED = [
+    Run("toom/row", Case((9, 8, 3)), torch.float32, weights=2),
+    Run("toom/row", Case((9, 5, 3, 3), stride=2), torch.float64, layout="channels_last"),
+    Run("toom/column", Case((40, 2, 3)), torch.float32, chunk=24),
+    Run("direct/row", Case((5, 4, 7)), torch.float32),
+    Run("direct/row", Case((3, 2, 100)), torch.float64),
+    Run("small/row", Case((33, 1, 3, 3), groups=33), torch.float32),
+]
+
+
+@pytest.mark.parametrize("build", ["thread", "address"])
+def test_sanitizers_find_nothing(build: str, program: Program, tmp_path: Path) -> None:
+    process, numbers = execute(program(build), CHECKED, tmp_path)
+    assert process.returncode == 0, process.stderr[:5000]
+    for run, error in zip(CHECKED, errors_of(CHECKED, numbers).values(), strict=True):
+        assert error <= TOLERANCES[run.dtype], str(run)
+
+
+class Bug(NamedTuple):
+    """A mistake planted into the kernels, what compiles them, and what it says."""
+
+    code: str
+    mistake: str
+    build: str
+    report: str
+
+
+BUGS = {
+    "missing barrier": Bug(
+        "__syncthreads();\n  each(mix.outputs, [&](int, int, int, int here, int) {",
+        "each(mix.outputs, [&](int, int, int, int here, int) {",
+        "thread",
+        r"ThreadSanitizer: data race[\s\S]*mix_kernel",
+    ),
+    "race of two blocks": Bug(
+        "partials[blockIdx.x] = on_diagonal ? loss / 2 : loss;",
+        "partials[0] += on_diagonal ? loss / 2 : loss;",
+        "thread",
+        r"ThreadSanitizer: data race[\s\S]*mix_kernel",
+    ),
+    "out of bounds": Bug(
+        "if (first + q < block.planes) target",
+        "target",
+        "address",
+        r"AddressSanitizer: heap-buffer-overflow[\s\S]*evaluate_kernel",
+    ),
+    "divergent barrier": Bug(
+        "if (thread < half) shared[thread] += shared[thread + half];\n    __syncthreads();",
+        "if (thread < half) {\n      shared[thread] += shared[thread + half];\n      __syncthreads();\n    }",
+        "plain",
+        r"cuda_host: .*__syncthreads\(\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
+    bug = BUGS[name]
+    source = KERNELS.read_text()
+    assert source.count(bug.code) == 1, "the kernels have changed: plant this bug elsewhere"
+    folder = tmp_path / "csrc"
+    shutil.copytree(KERNELS.parent.parent, folder, ignore=shutil.ignore_patterns("cpu"))
+    kernels = folder / "cuda" / KERNELS.name
+    kernels.write_text(source.replace(bug.code, bug.mistake))
+    process, _ = execute(compile_host(tmp_path, bug.build, kernels), CHECKED[:2], tmp_path / "run")
+    assert process.returncode != 0
+    assert re.search(bug.report, process.stderr), process.stderr[:5000]
+
+
+def test_every_build_is_used() -> None:
+    assert {bug.build for bug in BUGS.values()} == set(BUILDS)
+
+
+ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+
+
+@pytest.mark.skipif(nvcc() is None, reason="needs nvcc, which is not on PATH")
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_compiled_kernels_do_not_spill(architecture: int, tmp_path: Path) -> None:
+    """No stack, no spilled register, and shared memory asked for at the launch only."""
+    supported = subprocess.run([nvcc(), "--list-gpu-code"], capture_output=True, text=True, check=True).stdout.split()
+    if f"sm_{architecture}" not in supported:
+        pytest.skip(f"this nvcc does not compile for sm_{architecture}")
+    process = subprocess.run(
+        [nvcc(), "-std=c++20", f"-arch=sm_{architecture}", "-cubin", "-Xptxas=-v", "-Werror=all-warnings"]
+        + [f"-I{KERNELS.parent}", str(HOST / "all_kernels.cu"), "-o", str(tmp_path / "kernels.cubin")],
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == 0, process.stderr
+    compiled = set(re.findall(r"Compiling entry function '(\w+)'", process.stderr))
+    frames = re.findall(
+        r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n.*Used (\d+) registers(.*)",
+        process.stderr,
+    )
+    assert len(compiled) == len(frames) == 22  # 3 for four types, 5 for two
+    for stack, stores, loads, registers, rest in frames:
+        assert (stack, stores, loads) == ("0", "0", "0"), process.stderr
+        assert int(registers) <= 128
+        assert "smem" not in rest
