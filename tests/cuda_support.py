@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import struct
 import subprocess
 import sys
@@ -82,6 +83,41 @@ def compile_host(folder: Path, build: str, kernels: Path = KERNELS, with_half: b
         check=True,
     )
     return program
+
+
+def compile_ops(folder: Path) -> Path:
+    """csrc/cuda/orth_cuda.cu as a library of ops that run on the CPU, through tests/cuda_host and its stubs."""
+    from torch.utils.cpp_extension import include_paths, library_paths
+
+    source = KERNELS.with_name("orth_cuda.cu").read_text()
+    launch = "cuda_host::launch(1, geometry.blocks, geometry.threads, geometry.shared_bytes, kernel, arguments...);"
+    source, launches = re.subn(r"kernel<<<[\s\S]*?>>>\(arguments\.\.\.\);", launch, source)
+    assert launches == 1, "orth_cuda.cu no longer launches its kernels in one place"
+    (folder / "orth_cuda.cpp").write_text(source)
+    folders = [HOST / "stubs", KERNELS.parent, KERNELS.parent.parent]
+    library = folder / "orth_cuda.so"
+    subprocess.run(
+        [
+            os.environ.get("CXX", "g++"),
+            "-std=c++20",
+            "-O1",
+            "-shared",
+            "-fPIC",
+            "-Wno-unknown-pragmas",
+            "-include",
+            str(HOST / "cuda_host.h"),
+            *(f"-I{path}" for path in folders),
+            *(f"-isystem{path}" for path in include_paths()),
+            str(folder / "orth_cuda.cpp"),
+            *(f"-L{path}" for path in library_paths()),
+            "-lc10",
+            "-ltorch_cpu",
+            "-o",
+            str(library),
+        ],
+        check=True,
+    )
+    return library
 
 
 @dataclass(frozen=True)

@@ -69,22 +69,21 @@ struct BlockView {
   const T* evaluation;      // (planes, taps); null for the identity
   const int64_t* plane_of;  // (planes): where each plane lies in the pool
   const int64_t* sources;   // (residues, taps), -1 where a short phase has no tap
-  int64_t planes;
-  int64_t taps;
-  int64_t residues;
+  int planes, taps, residues;
   Planes<T> memory;
 
   // An element of the pool's first plane.
-  __device__ T* at(int64_t row, int64_t residue, int64_t channel, const Window& window) const {
+  __device__ T* at(int64_t row, int residue, int64_t channel, const Window& window) const {
     return memory.data + row * memory.row_stride + residue * window.channels() + channel;
   }
-  __device__ int64_t offset(int64_t plane) const { return plane_of[plane] * memory.plane_stride; }
+  __device__ int64_t offset(int plane) const { return plane_of[plane] * memory.plane_stride; }
   // Entries [begin, end) of a row or column of the evaluation that can differ from zero for results [first, + kResults).
-  __device__ int64_t begin(int64_t first) const { return evaluation == nullptr ? first : 0; }
-  __device__ int64_t end(int64_t first, int64_t length) const {
+  __device__ int begin(int first) const { return evaluation == nullptr ? first : 0; }
+  __device__ int end(int first, int length) const {
     return evaluation == nullptr && first + kResults < length ? first + kResults : length;
   }
-  __device__ T factor(int64_t plane, int64_t tap) const {
+  __device__ int source(int residue, int tap) const { return static_cast<int>(sources[residue * taps + tap]); }
+  __device__ T factor(int plane, int tap) const {
     if (evaluation == nullptr) return T(plane == tap);
     // Results past the last one are computed and thrown away.
     return evaluation[(plane < planes ? plane : planes - 1) * taps + (tap < taps ? tap : taps - 1)];
@@ -172,10 +171,10 @@ struct TapStage {
 // Calls task(block, residue, first) for every group of kResults results that this warp computes.
 template <typename T, typename L, typename F>
 __device__ void each_task(const BlockViews<T>& blocks, const L& length, const F& task) {
-  int64_t index = threadIdx.x / kWarp;
+  int index = threadIdx.x / kWarp;
   for (int b = 0; b < blocks.count; ++b) {
     const BlockView<T>& block = blocks.block[b];
-    const int64_t pieces = (length(block) + kResults - 1) / kResults, tasks = block.residues * pieces;
+    const int pieces = (length(block) + kResults - 1) / kResults, tasks = block.residues * pieces;
     for (; index < tasks; index += kThreads / kWarp) task(block, index / pieces, index % pieces * kResults);
     index -= tasks;
   }
@@ -183,7 +182,7 @@ __device__ void each_task(const BlockViews<T>& blocks, const L& length, const F&
 
 // V = E K
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     evaluate_kernel(const WeightView<const S> weight, const BlockViews<T> blocks, const Window window) {
   OCNN_FUSED_SHARED(shared);
   const TapStage<const S, T> stage(shared, weight, window);
@@ -193,10 +192,10 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int lane = threadIdx.x % kWarp;
   const auto planes = [](const BlockView<T>& block) { return block.planes; };
-  each_task(blocks, planes, [&](const BlockView<T>& block, int64_t residue, int64_t first) {
+  each_task(blocks, planes, [&](const BlockView<T>& block, int residue, int first) {
     T sum[kResults][kEach] = {};
-    for (int64_t m = block.begin(first); m < block.end(first, block.taps); ++m) {
-      const int64_t tap = block.sources[residue * block.taps + m];
+    for (int m = block.begin(first); m < block.end(first, block.taps); ++m) {
+      const int tap = block.source(residue, m);
       if (tap < 0) continue;
       T value[kEach];
 #pragma unroll
@@ -231,13 +230,13 @@ __global__ void __launch_bounds__(kThreads)
 
 // dK = E^T G
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     gather_kernel(const WeightView<S> grad, const BlockViews<T> blocks, const Window window) {
   OCNN_FUSED_SHARED(shared);
   const TapStage<S, T> stage(shared, grad, window);
   const int lane = threadIdx.x % kWarp;
   const auto taps = [](const BlockView<T>& block) { return block.taps; };
-  each_task(blocks, taps, [&](const BlockView<T>& block, int64_t residue, int64_t first) {
+  each_task(blocks, taps, [&](const BlockView<T>& block, int residue, int first) {
     T sum[kResults][kEach] = {};
     const T* source[kEach];
 #pragma unroll
@@ -245,7 +244,7 @@ __global__ void __launch_bounds__(kThreads)
       const Place<S>& place = stage.places[lane + v * kWarp];
       source[v] = place.data == nullptr ? nullptr : block.at(place.row, residue, place.channel, window);
     }
-    for (int64_t p = block.begin(first); p < block.end(first, block.planes); ++p) {
+    for (int p = block.begin(first); p < block.end(first, block.planes); ++p) {
       T value[kEach];
 #pragma unroll
       for (int v = 0; v < kEach; ++v) value[v] = source[v] == nullptr ? T(0) : source[v][block.offset(p)];
@@ -258,7 +257,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 #pragma unroll
     for (int q = 0; q < kResults; ++q) {
-      const int64_t tap = first + q < block.taps ? block.sources[residue * block.taps + first + q] : -1;
+      const int tap = first + q < block.taps ? block.source(residue, first + q) : -1;
       if (tap < 0) continue;
 #pragma unroll
       for (int v = 0; v < kEach; ++v) {
@@ -465,7 +464,7 @@ inline Launch mix_diagonal_launch(int64_t outputs, int64_t groups, int64_t side)
 
 // The same where outputs are lags: R = X - I, partial losses (groups, outputs, runs) and Y = 4 R in place.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     mix_diagonal_kernel(T* x, int64_t outputs, int64_t groups, int64_t side, bool with_grad, double* partials) {
   OCNN_FUSED_SHARED(shared);
   const int64_t area = side * side, runs = (area + kRun - 1) / kRun, item = blockIdx.x;
@@ -595,7 +594,7 @@ struct Losses {
 
 // Loss of each weight from its partial sums; a sum of squares, so what rounding leaves below zero is zero (NaN stays).
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     loss_kernel(const double* partials, int64_t partials_per_weight, double offset, const Losses<T> losses) {
   OCNN_FUSED_SHARED(shared);
   const double* own = partials + blockIdx.x * partials_per_weight;

@@ -103,9 +103,9 @@ class Device {
       blocks_.block[b] = {plan.diagonal() ? nullptr : values + block.evaluation,
                           numbers + block.plane_of,
                           numbers + block.sources,
-                          block.planes,
-                          block.taps,
-                          block.residues,
+                          static_cast<int>(block.planes),
+                          static_cast<int>(block.taps),
+                          static_cast<int>(block.residues),
                           {}};
     }
     if (plan.diagonal()) return;

@@ -192,9 +192,9 @@ class PlanExecution {
       result.block[b] = {plan_.diagonal() ? nullptr : &constants_[block.evaluation],
                          &layout_[block.plane_of],
                          &layout_[block.sources],
-                         block.planes,
-                         block.taps,
-                         block.residues,
+                         static_cast<int>(block.planes),
+                         static_cast<int>(block.taps),
+                         static_cast<int>(block.residues),
                          {(pool.*data).data(), pool.plane_stride, pool.row_stride}};
     }
     return result;

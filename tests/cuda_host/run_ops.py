@@ -1,0 +1,82 @@
+"""Runs the ops of csrc/cuda/orth_cuda.cu, compiled for the CPU, on CPU tensors: run_ops.py LIBRARY.
+
+In a process of its own, because loading the library makes the package believe that it was built with CUDA.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from conftest import TOLERANCES
+from oracle import Case
+from plans import plan_named
+
+from ocnn_fused.backends import cuda, lowering
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+CASES = [
+    ("gram/row", Case((20, 30)), DTYPES, 2),
+    ("gram/column", Case((90, 5, 1, 1), groups=3), (torch.float64,), 2),
+    ("gram/row", Case((20, 6, 2, 2), stride=2), DTYPES, 1),
+    ("toom/row", Case((20, 17, 3, 3)), DTYPES, 2),
+    ("toom/row", Case((12, 5, 3, 3), stride=2, groups=2), (torch.float64,), 3),
+    ("toom/row", Case((5, 4, 3)), (torch.float64,), 67),  # more weights than a launch takes
+    ("toom/column", Case((40, 3, 7, 7), stride=2), (torch.float64, torch.float16), 2),
+    ("direct/row", Case((9, 8, 7)), (torch.float64, torch.float32), 2),
+    ("direct/row", Case((9, 5, 3, 7), stride=(1, 2)), (torch.float64,), 1),
+    ("direct/column", Case((60, 4, 7), groups=2), (torch.float64,), 1),
+    ("small/row", Case((33, 1, 3, 3), groups=33), DTYPES, 2),
+    ("small/row", Case((16, 2, 3, 3), groups=4), (torch.float64,), 70),
+    ("toom/row", Case((4, 3000, 3, 3)), (torch.float64,), 1),
+]
+
+
+def call(op: torch._ops.OpOverload, *arguments: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments)
+
+
+def layouts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The weight in several orders of memory."""
+    order = tuple(reversed(range(weight.dim())))
+    return {
+        "contiguous": weight,
+        "reversed": weight.permute(order).contiguous().permute(order),
+        "gaps": torch.stack([weight, torch.full_like(weight, torch.nan)], -1)[..., 0],
+    }
+
+
+def check(name: str, case: Case, dtype: torch.dtype, count: int, layout: str) -> None:
+    from conftest import errors
+
+    plan = plan_named(case, name)
+    assert cuda.fits(plan, dtype)
+    weights = [layouts(case.random(seed, dtype))[layout] for seed in range(count)]
+    ops = torch.ops.ocnn_fused
+    op, lowered = (
+        (ops.execute_small.default, lowering.lower_small(plan))
+        if plan.small
+        else (ops.execute_plan.default, lowering.lower(plan, lowering.accumulation_dtype(dtype)))
+    )
+    losses, grads = call(op, weights, *lowered, True)
+    alone, nothing = call(op, weights, *lowered, False)
+    assert not nothing
+    assert len(losses) == len(grads) == len(alone) == count
+    for weight, loss, grad, loss_alone in zip(weights, losses, grads, alone, strict=True):
+        assert loss.shape == ()
+        assert loss.dtype == lowering.accumulation_dtype(dtype)
+        assert (grad.dtype, grad.shape) == (dtype, weight.shape)
+        assert torch.equal(loss, loss_alone)
+        worst = max(errors(loss, grad, weight, case))
+        assert worst <= TOLERANCES[dtype], (name, str(case), dtype, layout, worst)
+
+
+if __name__ == "__main__":
+    torch.ops.load_library(sys.argv[1])
+    torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
+    for name, case, dtypes, count in CASES:
+        for dtype in dtypes:
+            for layout in ("contiguous", "reversed", "gaps") if count < 60 else ("contiguous",):
+                check(name, case, dtype, count, layout)
+        print(name, case, "passed", flush=True)
