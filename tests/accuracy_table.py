@@ -111,7 +111,7 @@ def loss_limit(dtype: torch.dtype, reference_error: float) -> float:
 
 def relative_errors(loss: torch.Tensor, gradient: torch.Tensor, expected: tuple) -> tuple[float, float]:
     expected_loss, expected_gradient = expected
-    difference = abs(gradient.double().numpy() - expected_gradient).max()
+    difference = abs(gradient.double().cpu().numpy() - expected_gradient).max()
     return abs(loss.item() - expected_loss) / expected_loss, difference / abs(expected_gradient).max()
 
 

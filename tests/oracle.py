@@ -87,8 +87,8 @@ class Case:
     def random(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Independent normal weights, filters of length about one."""
         generator = torch.Generator().manual_seed(self.seed + seed)
-        weight = torch.randn(self.shape, generator=generator, dtype=torch.float64)
-        return (weight / max(1, prod(self.shape[1:])) ** 0.5).to(dtype)
+        weight = torch.randn(self.shape, generator=generator, dtype=torch.float64, device="cpu")
+        return (weight / max(1, prod(self.shape[1:])) ** 0.5).to(torch.get_default_device(), dtype)
 
     def orthogonal(self, seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """A kernel with loss zero that, if it has channels enough, uses every tap."""
@@ -97,10 +97,15 @@ class Case:
         rng = np.random.default_rng(self.seed + seed)
         rows = self.shape[0] // self.groups
         groups = [orthogonal_kernel((rows, *self.shape[1:]), self.steps, rng) for _ in range(self.groups)]
-        return torch.from_numpy(np.concatenate(groups)).to(dtype)
+        return from_numpy(np.concatenate(groups)).to(dtype)
 
     def with_options(self, **options: Any) -> Case:
         return replace(self, **options)
+
+
+def from_numpy(array: np.ndarray) -> torch.Tensor:
+    """On the device that is the default: the GPU while a test runs for one."""
+    return torch.from_numpy(array).to(torch.get_default_device())
 
 
 def per_axis(value: Ints, rank: int) -> tuple[int, ...]:
@@ -141,7 +146,7 @@ def loss_and_grad(weight: Any, case: Case, *, squared: bool = True) -> tuple[flo
 
 def _float64(weight: Any) -> np.ndarray:
     if isinstance(weight, torch.Tensor):
-        weight = weight.detach().to(torch.float64).numpy()
+        weight = weight.detach().to(torch.float64).cpu().numpy()
     return np.asarray(weight, dtype=np.float64)
 
 
@@ -244,6 +249,6 @@ def dirac(case: Case) -> torch.Tensor:
 def near(kernel: torch.Tensor, eps: float = 1e-3, seed: int = 0) -> torch.Tensor:
     """``kernel`` moved in a random direction by ``eps`` times its length."""
     generator = torch.Generator().manual_seed(seed)
-    noise = torch.randn(kernel.shape, generator=generator, dtype=torch.float64)
+    noise = torch.randn(kernel.shape, generator=generator, dtype=torch.float64, device="cpu").to(kernel.device)
     moved = kernel.double() + eps * kernel.double().norm() / noise.norm() * noise
     return moved.to(kernel.dtype)

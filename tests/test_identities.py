@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TOLERANCES, fused, grad_of
-from oracle import Case, circular_matrix, dirac, loss_and_grad, orthogonal_matrix, polyphase
+from oracle import Case, circular_matrix, dirac, from_numpy, loss_and_grad, orthogonal_matrix, polyphase
 
 from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach, kernel_orth_loss, reference
 
@@ -20,7 +20,7 @@ def linear_orthogonal(case: Case) -> torch.Tensor:
     rng = np.random.default_rng(case.seed)
     rows = case.shape[0] // case.groups
     parts = [orthogonal_matrix(rows, prod(case.shape[1:]), rng) for _ in range(case.groups)]
-    return torch.from_numpy(np.concatenate(parts).reshape(case.shape))
+    return from_numpy(np.concatenate(parts).reshape(case.shape))
 
 
 ORTHOGONAL = [
@@ -97,8 +97,8 @@ IDENTITY = [
 def test_row_and_column_loss_differ_by_a_constant(case: Case, backend: str) -> None:
     """``L_row(K) = L_row(K'^T) + M - C'`` with the polyphase view K', by the definition and by the package."""
     weight = case.random()
-    view = polyphase(weight.numpy(), case.steps)
-    turned = torch.from_numpy(np.ascontiguousarray(view.swapaxes(0, 1)))
+    view = polyphase(weight.cpu().numpy(), case.steps)
+    turned = from_numpy(np.ascontiguousarray(view.swapaxes(0, 1)))
     constant = view.shape[0] - view.shape[1]
     row, _ = loss_and_grad(weight, case)
     column, _ = loss_and_grad(turned, Case(tuple(turned.shape)))
@@ -141,7 +141,7 @@ def test_invariances(case: Case, backend: str) -> None:
     """Signs and order of filters, rotations of the channels and a flip of the kernel change nothing."""
     weight = case.random()
     loss = fused_orth_loss(weight, **case.options, backend=backend)
-    rotation = torch.from_numpy(orthogonal_matrix(case.shape[1], case.shape[1], np.random.default_rng(0)))
+    rotation = from_numpy(orthogonal_matrix(case.shape[1], case.shape[1], np.random.default_rng(0)))
     grouped = weight.unflatten(0, (case.groups, -1))
     for other in (
         -weight,
@@ -210,7 +210,7 @@ def test_reference_is_the_definition(case: Case, squared: bool) -> None:
     expected_loss, expected_gradient = loss_and_grad(weight, case, squared=squared)
     assert loss.item() == pytest.approx(expected_loss, rel=TIGHT)
     gradient = grad_of(loss, weight)
-    torch.testing.assert_close(gradient, torch.from_numpy(expected_gradient), rtol=TIGHT, atol=TIGHT)
+    torch.testing.assert_close(gradient, from_numpy(expected_gradient), rtol=TIGHT, atol=TIGHT)
 
 
 def test_official_loss_and_its_defect() -> None:

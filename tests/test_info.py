@@ -34,7 +34,8 @@ def test_command_prints_versions_backends_and_flags() -> None:
 def test_missing_extension_is_explained() -> None:
     text = report(OCNN_FUSED_DISABLE_EXTENSION="1")
     assert "extension: the compiled extension is switched off" in text
-    assert text.count("switched off by OCNN_FUSED_DISABLE_EXTENSION=1") == 2  # the extension, and why cpu cannot serve
+    # The extension, and why cpu and cuda cannot serve.
+    assert text.count("switched off by OCNN_FUSED_DISABLE_EXTENSION=1") == 3
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")

@@ -1,0 +1,201 @@
+"""The CUDA backend: what it says where it cannot run, its plans, its ops on the CPU, and, where there is a GPU, itself."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import assert_matches_definition, fused
+from cuda_support import HOST, compile_ops
+from oracle import Case
+from plans import candidates, plan_named
+from test_cpu_backend import KINDS
+
+from ocnn_fused import _extension, backends, fused_orth_loss, fused_orth_loss_foreach
+from ocnn_fused.backends import cuda
+from ocnn_fused.backends.triton.model import SPECS
+
+GPU = torch.device("cuda", 0)
+
+missing = cuda.unavailable_reason(torch.device("cuda"))
+on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(missing is not None, reason=f"backend 'cuda': {missing}")]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Availability
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As if the extension were built for sm_80 and PTX of sm_90, on a machine with an A100."""
+    monkeypatch.setattr(_extension, "unavailable_reason", None)
+    monkeypatch.setattr(_extension, "build_info", {"architectures": ["sm_80", "compute_90"]})
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: key == "CUDA")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    return monkeypatch
+
+
+def test_available(whole: pytest.MonkeyPatch) -> None:
+    assert cuda.unavailable_reason(GPU) is None
+
+
+def test_other_devices(whole: pytest.MonkeyPatch) -> None:
+    assert cuda.unavailable_reason(torch.device("cpu")) == "it serves CUDA devices, not cpu"
+
+
+def test_without_the_extension(whole: pytest.MonkeyPatch) -> None:
+    whole.setattr(_extension, "unavailable_reason", "the compiled extension is not built; run something")
+    assert cuda.unavailable_reason(GPU) == "the compiled extension is not built; run something"
+
+
+def test_built_without_cuda(whole: pytest.MonkeyPatch) -> None:
+    whole.setattr(torch._C, "_dispatch_has_kernel_for_dispatch_key", lambda op, key: False)
+    assert cuda.unavailable_reason(GPU).startswith("the compiled extension was built without CUDA; ")
+
+
+def test_rocm(whole: pytest.MonkeyPatch) -> None:
+    whole.setattr(torch.version, "hip", "6.2")
+    assert cuda.unavailable_reason(GPU) == "it is compiled for NVIDIA GPUs, and this torch is built for ROCm"
+
+
+def test_without_a_gpu(whole: pytest.MonkeyPatch) -> None:
+    whole.setattr(torch.cuda, "is_available", lambda: False)
+    assert cuda.unavailable_reason(GPU).startswith("torch sees no GPU (")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6), (9, 0), (10, 0), (12, 0)])
+def test_architectures_of_the_build(capability: tuple[int, int], whole: pytest.MonkeyPatch) -> None:
+    whole.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert cuda.unavailable_reason(GPU) is None
+
+
+def test_architecture_outside_of_the_build(whole: pytest.MonkeyPatch) -> None:
+    whole.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert cuda.unavailable_reason(GPU) == (
+        "a GPU is sm_75, and the compiled extension is built for sm_80 compute_90; "
+        "rebuild it with TORCH_CUDA_ARCH_LIST=7.5"
+    )
+    whole.setattr(_extension, "build_info", {"architectures": ["sm_90a"]})
+    whole.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert cuda.unavailable_reason(GPU) is None
+    whole.setattr(torch.cuda, "get_device_capability", lambda device: (9, 2))
+    assert "built for sm_90a" in cuda.unavailable_reason(GPU)
+
+
+def test_order_of_preference() -> None:
+    assert list(backends.BACKENDS) == ["cpu", "triton", "cuda", "torch"]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "case"),
+    [
+        ("toom/row", Case((512, 512, 3, 3))),
+        ("toom/column", Case((64, 3, 7, 7), stride=2)),
+        ("gram/row", Case((256, 512, 1, 1))),
+        ("small/row", Case((512, 1, 3, 3), groups=512)),
+    ],
+    ids=str,
+)
+def test_chosen_plans(name: str, case: Case) -> None:
+    best = candidates(case)[0]
+    assert cuda.choose_plan(best, torch.float32, SPECS["A100"], "ieee").name == name
+
+
+def test_what_does_not_fit_is_not_chosen() -> None:
+    """Five taps on three axes in float64 would take more shared memory than there is."""
+    long = Case((64, 64, 5, 5, 5))
+    assert cuda.fits(plan_named(long, "toom/row"), torch.float32)
+    assert not cuda.fits(plan_named(long, "toom/row"), torch.float64)
+    assert cuda.choose_plan(candidates(long)[0], torch.float64, SPECS["A100"], "ieee").name == "direct/row"
+    many = Case((40, 2, 3, 3))
+    assert not cuda.fits(plan_named(many, "small/row"), torch.float32)
+    assert all(cuda.fits(plan, torch.float64) for plan in candidates(many) if not plan.small)
+
+
+def test_launches_count_the_products() -> None:
+    assert cuda.launches(plan_named(Case((8, 9)), "gram/row")) == 4  # product, mix, product, loss
+    assert cuda.launches(plan_named(Case((8, 9, 3, 3)), "toom/row")) == 9  # two batches, one of them applied twice
+    assert cuda.launches(plan_named(Case((8, 1, 3), groups=8), "small/row")) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The ops, without and with a GPU
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs g++")
+@pytest.mark.skipif(_extension.module is None, reason="the schema of the ops is in the compiled extension")
+def test_ops_executed_on_the_cpu(tmp_path: Path) -> None:
+    """The launchers, the pipeline and the kernels together, with ATen's products between them."""
+    library = compile_ops(tmp_path)
+    folders = [str(HOST.parent), *(path or os.getcwd() for path in sys.path)]
+    process = subprocess.run(
+        [sys.executable, str(HOST / "run_ops.py"), str(library)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.count("passed") == 13
+
+
+@pytest.mark.parametrize(("name", "case"), [pytest.param(*kind, marks=on_a_gpu, id=str(kind[1])) for kind in KINDS])
+def test_every_kind_of_plan_on_a_gpu(name: str, case: Case, poisoned_memory: None) -> None:
+    plan = plan_named(case, name)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        if not cuda.fits(plan, dtype):
+            continue
+        weights = [case.random(seed, dtype).to("cuda") for seed in range(2)]
+        for weight in weights:
+            assert_matches_definition(weight, case, backend="cuda")
+        (losses, grads), (again, grads_again) = (cuda.run_buckets(weights, [plan, plan], True) for _ in range(2))
+        for one, other in zip((*losses, *grads), (*again, *grads_again), strict=True):
+            assert torch.equal(one, other), "not the same bits"
+
+
+@pytest.mark.parametrize("count", [pytest.param(67, marks=on_a_gpu)])
+def test_more_weights_than_a_launch_takes(count: int) -> None:
+    case = Case((12, 8, 3, 3))
+    weights = [case.random(seed).to("cuda") for seed in range(count)]
+    losses = fused_orth_loss_foreach(weights, backend="cuda")
+    for weight, loss in zip(weights, losses, strict=True):
+        torch.testing.assert_close(loss, fused(weight, case, backend="cuda")[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=on_a_gpu, id=str(case)) for _, case in KINDS[::5]])
+def test_graph_capture_and_no_waiting(case: Case) -> None:
+    """After one call nothing is copied from the host and nothing waits for the device."""
+    weight = case.random(0, torch.float32).to("cuda")
+    other = case.random(1, torch.float32).to("cuda")
+    expected = fused_orth_loss(other, **case.options, backend="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fused_orth_loss(weight, **case.options, backend="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            fused_orth_loss(weight, **case.options, backend="cuda")
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        loss = fused_orth_loss(weight, **case.options, backend="cuda")
+    weight.copy_(other)
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(loss, expected)
