@@ -22,7 +22,7 @@ PIP    := $(PY) -m pip --quiet --disable-pip-version-check
 BUILD_TOOLS := 'setuptools>=77.0.3' wheel ninja pybind11
 EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
 NATIVE := $(shell find csrc)
-CLANG  := $(shell find csrc -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CLANG  := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: install test bench lint format sanitize gpu-check cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:

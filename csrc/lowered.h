@@ -1,6 +1,6 @@
 // A plan in the form in which compiled code takes it: whole numbers in one tensor, the entries of its matrices in
-// another. Written by ocnn_fused/backends/lowering.py, field by field in the order of `read_plan`. Without torch, so that
-// tests of GPU kernels can read it too.
+// another. Written by ocnn_fused/backends/lowering.py, field by field in the order of `read_plan`. Without torch, so
+// that tests of GPU kernels can read it too.
 #pragma once
 
 #include <cstdint>

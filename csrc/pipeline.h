@@ -186,7 +186,11 @@ class Pipeline {
 
   at::Tensor wrap(T* data, at::IntArrayRef sizes, at::IntArrayRef strides) const {
     const auto options = weights_[0].options().dtype(c10::CppTypeToScalarType<T>::value);
-    return at::for_blob(data, sizes).strides(strides).options(options).target_device(weights_[0].device()).make_tensor();
+    return at::for_blob(data, sizes)
+        .strides(strides)
+        .options(options)
+        .target_device(weights_[0].device())
+        .make_tensor();
   }
 
   // Planes [plane, plane + count) of a pool as one batch of matrices, oriented (gram side, contraction).
@@ -328,8 +332,7 @@ inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_
   for (const at::Tensor& weight : weights) {
     check_weight(weight, groups);
     TORCH_CHECK_VALUE(weight.sizes() == weights[0].sizes() && weight.strides() == weights[0].strides() &&
-                          weight.scalar_type() == weights[0].scalar_type() &&
-                          weight.device() == weights[0].device(),
+                          weight.scalar_type() == weights[0].scalar_type() && weight.device() == weights[0].device(),
                       "weights of one plan must have the same shape, strides, type and device");
     if (with_grad) grads.push_back(at::empty_like(weight));
   }

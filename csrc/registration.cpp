@@ -9,8 +9,7 @@ TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
       "execute_plan(Tensor[] weights, Tensor layout, Tensor tables, Tensor constants, bool with_grad) -> "
       "(Tensor[], Tensor[])");
   // The same for groups too small for matrix products.
-  m.def(
-      "execute_small(Tensor[] weights, Tensor layout, Tensor tables, bool with_grad) -> (Tensor[], Tensor[])");
+  m.def("execute_small(Tensor[] weights, Tensor layout, Tensor tables, bool with_grad) -> (Tensor[], Tensor[])");
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {

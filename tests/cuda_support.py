@@ -6,12 +6,12 @@ import os
 import re
 import struct
 import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import cuda_toolkit
 import numpy as np
 import torch
 from oracle import Case, loss_and_grad
@@ -20,10 +20,6 @@ from plans import plan_named
 from ocnn_fused.backends.lowering import lower, lower_small
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
-
-import cuda_toolkit  # noqa: E402
-
 KERNELS = ROOT / "csrc" / "cuda" / "kernels.cuh"
 HOST = ROOT / "tests" / "cuda_host"
 
@@ -136,7 +132,6 @@ class Run:
     layout: str = "contiguous"  # or "channels_last", or "strided": nothing contiguous
     chunk: int = 0  # length of the pieces into which the contraction is cut
     interleaved: bool = False
-    values: list[torch.Tensor] = field(default_factory=list, compare=False)
 
     def __str__(self) -> str:
         extras = [f"{self.weights}w"] if self.weights > 1 else []

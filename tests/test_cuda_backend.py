@@ -1,4 +1,4 @@
-"""The CUDA backend: what it says where it cannot run, its plans, its ops on the CPU, and, where there is a GPU, itself."""
+"""The CUDA backend: what it says where it cannot run, its plans, its ops on the CPU, and on a GPU if there is one."""
 
 from __future__ import annotations
 

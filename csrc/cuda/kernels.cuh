@@ -77,7 +77,8 @@ struct BlockView {
     return memory.data + row * memory.row_stride + residue * window.channels() + channel;
   }
   __device__ int64_t offset(int plane) const { return plane_of[plane] * memory.plane_stride; }
-  // Entries [begin, end) of a row or column of the evaluation that can differ from zero for results [first, + kResults).
+  // Entries [begin, end) of a row or column of the evaluation that can differ from zero for results [first, +
+  // kResults).
   __device__ int begin(int first) const { return evaluation == nullptr ? first : 0; }
   __device__ int end(int first, int length) const {
     return evaluation == nullptr && first + kResults < length ? first + kResults : length;
@@ -294,8 +295,8 @@ constexpr int kMixThreads = 128;
 // Elements of a tile that one thread of mix_kernel works on.
 constexpr int kTileEach = 4;
 
-// Side of the tiles that mix_kernel reads together with their mirror image: 8, 4 or 2, whatever fits into shared memory,
-// or 0 if nothing does. A row of 8 is a sector of memory.
+// Side of the tiles that mix_kernel reads together with their mirror image: 8, 4 or 2, whatever fits into shared
+// memory, or 0 if nothing does. A row of 8 is a sector of memory.
 template <typename T>
 __host__ __device__ constexpr int64_t mix_bytes(int64_t lags, int64_t outputs, int tile) {
   return kMixThreads * sizeof(double) + 2 * (outputs + lags) * tile * (tile + 1) * sizeof(T);
@@ -499,7 +500,7 @@ struct SmallShape {
   int rows, channels, taps, lags;
   int groups_at_once;  // by one thread block; 0 if not even one fits
   __host__ __device__ int filter() const { return channels * taps; }
-  __host__ __device__ int weights() const { return rows * filter(); }    // of a group
+  __host__ __device__ int weights() const { return rows * filter(); }       // of a group
   __host__ __device__ int residuals() const { return lags * rows * rows; }  // of a group
   // Thread blocks, and partial losses, of a weight.
   __host__ __device__ int64_t blocks() const { return (groups + groups_at_once - 1) / groups_at_once; }
@@ -519,19 +520,18 @@ SmallShape small_shape(int64_t groups, int64_t rows, int64_t channels, int64_t t
 template <typename T>
 Launch small_launch(const SmallShape& shape, int64_t weights) {
   const int64_t elements = static_cast<int64_t>(shape.groups_at_once) * (shape.weights() + shape.residuals());
-  return {weights * shape.blocks(), kThreads,
-          static_cast<int64_t>(kThreads * sizeof(double) + elements * sizeof(T))};
+  return {weights * shape.blocks(), kThreads, static_cast<int64_t>(kThreads * sizeof(double) + elements * sizeof(T))};
 }
 
 // The whole pass: partial losses (weights, blocks) and, if grad.data is set, dK.
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads) small_kernel(const WeightView<const S> weight, const WeightView<S> grad,
-                                                         const TapPairs pairs, const SmallShape shape,
-                                                         double* partials) {
+__global__ void __launch_bounds__(kThreads)
+    small_kernel(const WeightView<const S> weight, const WeightView<S> grad, const TapPairs pairs,
+                 const SmallShape shape, double* partials) {
   OCNN_FUSED_SHARED(shared);
   double* sums = reinterpret_cast<double*>(shared);
-  T* k = reinterpret_cast<T*>(sums + kThreads);                // (group, row, channel, tap)
-  T* residual = k + shape.groups_at_once * shape.weights();    // (group, lag, row, row)
+  T* k = reinterpret_cast<T*>(sums + kThreads);              // (group, row, channel, tap)
+  T* residual = k + shape.groups_at_once * shape.weights();  // (group, lag, row, row)
   const int64_t of_weight = blockIdx.x / shape.blocks();
   const int first = static_cast<int>(blockIdx.x % shape.blocks()) * shape.groups_at_once;
   const int here = shape.groups - first < shape.groups_at_once ? shape.groups - first : shape.groups_at_once;

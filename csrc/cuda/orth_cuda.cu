@@ -109,7 +109,7 @@ class Device {
                           {}};
     }
     if (plan.diagonal()) return;
-    mix_ = {values + plan.symmetric,     values + plan.antisymmetric,  values + plan.symmetric_t,
+    mix_ = {values + plan.symmetric,       values + plan.antisymmetric, values + plan.symmetric_t,
             values + plan.antisymmetric_t, static_cast<int>(plan.lags), static_cast<int>(plan.outputs)};
     tile_ = mix_tile<T>(plan.lags, plan.outputs);
     TORCH_CHECK_VALUE(tile_ > 0, "a plan with ", plan.outputs, " outputs and ", plan.lags,

@@ -6,18 +6,18 @@
 
 namespace ocnn_fused::cuda {
 
-#define WEIGHT_KERNELS(S, T)                                                                                \
+#define WEIGHT_KERNELS(S, T)                                                                                    \
   template __global__ void evaluate_kernel<S, T>(const WeightView<const S>, const BlockViews<T>, const Window); \
-  template __global__ void gather_kernel<S, T>(const WeightView<S>, const BlockViews<T>, const Window);       \
-  template __global__ void small_kernel<S, T>(const WeightView<const S>, const WeightView<S>, const TapPairs, \
+  template __global__ void gather_kernel<S, T>(const WeightView<S>, const BlockViews<T>, const Window);         \
+  template __global__ void small_kernel<S, T>(const WeightView<const S>, const WeightView<S>, const TapPairs,   \
                                               const SmallShape, double*);
 WEIGHT_KERNELS(float, float)
 WEIGHT_KERNELS(double, double)
 WEIGHT_KERNELS(__half, float)
 WEIGHT_KERNELS(__nv_bfloat16, float)
 
-#define KERNELS(T)                                                                              \
-  template MixKernel<T> mix_kernel_for<T>(int);                                                 \
+#define KERNELS(T)                                                                               \
+  template MixKernel<T> mix_kernel_for<T>(int);                                                  \
   template __global__ void mix_diagonal_kernel<T>(T*, int64_t, int64_t, int64_t, bool, double*); \
   template __global__ void loss_kernel<T>(const double*, int64_t, double, const Losses<T>);
 KERNELS(float)

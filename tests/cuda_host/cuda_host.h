@@ -1,7 +1,7 @@
 // Executes CUDA kernels on the CPU, compiled by a host compiler: every CUDA thread is a fiber, several blocks are in
-// flight at once, and which thread runs next is drawn from a seeded generator. A barrier that not all threads of a block
-// reach at the same place ends the program. For ThreadSanitizer the fibers are threads that only barriers order; shared
-// memory is an allocation of its own, so AddressSanitizer sees where it ends.
+// flight at once, and which thread runs next is drawn from a seeded generator. A barrier that not all threads of a
+// block reach at the same place ends the program. For ThreadSanitizer the fibers are threads that only barriers order;
+// shared memory is an allocation of its own, so AddressSanitizer sees where it ends.
 #pragma once
 
 #include <ucontext.h>

@@ -1,13 +1,14 @@
-// Runs the kernels of csrc/cuda/kernels.cuh on the CPU: run_cases INPUT OUTPUT SEED. The products between the stages are
-// plain loops. INPUT holds cases as tests/test_cuda_kernels.py writes them; OUTPUT gets losses and gradients of each.
+// Runs the kernels of csrc/cuda/kernels.cuh on the CPU: run_cases INPUT OUTPUT SEED. The products between the stages
+// are plain loops. INPUT holds cases as tests/test_cuda_kernels.py writes them; OUTPUT gets losses and gradients of
+// each.
 #include "cuda_host.h"
 // The shim's words of CUDA come before the kernels.
-#include "kernels.cuh"
-#include "lowered.h"
-
 #include <cmath>
 #include <fstream>
 #include <string>
+
+#include "kernels.cuh"
+#include "lowered.h"
 
 using namespace ocnn_fused;
 using namespace ocnn_fused::cuda;
@@ -208,8 +209,8 @@ class PlanExecution {
                    std::vector<T>(planes * window.rows() * width, T(0)), interleaved_ ? width : window.rows() * width,
                    interleaved_ ? planes * width : width};
     }
-    launch(taps_launch<S, T>(window, case_.view.taps), evaluate_kernel<S, T>, case_.weight_view(),
-           views(&Pool::planes), window);
+    launch(taps_launch<S, T>(window, case_.view.taps), evaluate_kernel<S, T>, case_.weight_view(), views(&Pool::planes),
+           window);
   }
 
   // Calls f(index into the left plane, into the right plane, into x) for every multiplication of a product.
