@@ -18,6 +18,8 @@ namespace ocnn_fused::cuda {
 
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
+// Of kThreads threads: 128 registers each. Left to itself, ptxas takes fewer on some architectures, and spills.
+constexpr int kBlocksPerProcessor = 2;
 // Shared memory that every architecture grants without being asked.
 constexpr int64_t kSharedBytes = 48 << 10;
 // Results that a thread accumulates at once.
@@ -183,7 +185,7 @@ __device__ void each_task(const BlockViews<T>& blocks, const L& length, const F&
 
 // V = E K
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     evaluate_kernel(const WeightView<const S> weight, const BlockViews<T> blocks, const Window window) {
   OCNN_FUSED_SHARED(shared);
   const TapStage<const S, T> stage(shared, weight, window);
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 
 // dK = E^T G
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     gather_kernel(const WeightView<S> grad, const BlockViews<T> blocks, const Window window) {
   OCNN_FUSED_SHARED(shared);
   const TapStage<S, T> stage(shared, grad, window);
@@ -370,7 +372,7 @@ __device__ void combine(const T* __restrict__ matrix, int results, int inputs, c
 
 // R = mix(X) - I, partial losses (groups, pairs) and, in place over X (outputs, groups, side, side), Y.
 template <int kTile, typename T>
-__global__ void __launch_bounds__(kMixThreads)
+__global__ void __launch_bounds__(kMixThreads, kBlocksPerProcessor* kThreads / kMixThreads)
     mix_kernel(T* x, const MixView<T> mix, int64_t groups, int64_t side, bool with_grad, double* partials) {
   OCNN_FUSED_SHARED(shared);
   constexpr int kArea = kTile * kTile, kPlane = kTile * (kTile + 1), kParts = kMixThreads / (kArea / kTileEach);
@@ -465,7 +467,7 @@ inline Launch mix_diagonal_launch(int64_t outputs, int64_t groups, int64_t side)
 
 // The same where outputs are lags: R = X - I, partial losses (groups, outputs, runs) and Y = 4 R in place.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     mix_diagonal_kernel(T* x, int64_t outputs, int64_t groups, int64_t side, bool with_grad, double* partials) {
   OCNN_FUSED_SHARED(shared);
   const int64_t area = side * side, runs = (area + kRun - 1) / kRun, item = blockIdx.x;
@@ -525,7 +527,7 @@ Launch small_launch(const SmallShape& shape, int64_t weights) {
 
 // The whole pass: partial losses (weights, blocks) and, if grad.data is set, dK.
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     small_kernel(const WeightView<const S> weight, const WeightView<S> grad, const TapPairs pairs,
                  const SmallShape shape, double* partials) {
   OCNN_FUSED_SHARED(shared);
@@ -594,7 +596,7 @@ struct Losses {
 
 // Loss of each weight from its partial sums; a sum of squares, so what rounding leaves below zero is zero (NaN stays).
 template <typename T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     loss_kernel(const double* partials, int64_t partials_per_weight, double offset, const Losses<T> losses) {
   OCNN_FUSED_SHARED(shared);
   const double* own = partials + blockIdx.x * partials_per_weight;
