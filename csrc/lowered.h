@@ -83,12 +83,12 @@ class LayoutReader {
   }
   int64_t take() { return numbers_[skip(1)]; }
   void finish() const {
-    if (at_ != size_) refuse("layout is too long");
+    if (at_ != size_) refuse("layout has " + std::to_string(size_ - at_) + " numbers too many");
   }
 
  private:
-  [[noreturn]] static void refuse(const char* what) {
-    throw std::invalid_argument(std::string(what) + ": it was lowered by another version");
+  [[noreturn]] static void refuse(const std::string& what) {
+    throw std::invalid_argument(what + ": it was lowered by another version");
   }
   const int64_t* const numbers_;
   const int64_t size_;

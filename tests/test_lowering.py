@@ -143,5 +143,5 @@ def test_one_call_takes_weights_of_one_shape_only() -> None:
     plan = make_plan(8, 4, (reduce_axis(3), reduce_axis(3)))
     lowered = lowering.lower(plan, torch.float32)
     weights = [torch.randn(8, 4, 3, 3), torch.randn(4, 8, 3, 3).transpose(0, 1)]
-    with pytest.raises(ValueError, match="same shape, strides and type"):
+    with pytest.raises(ValueError, match="same shape, strides, type and device"):
         torch.ops.ocnn_fused.execute_plan(weights, *lowered, True)
