@@ -8,6 +8,8 @@ TRITON      ?= triton==3.7.1
 CUDA_TORCH  ?= torch==2.14.1
 PYTHON      ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
+# One process per core, one thread in each: most tests are too small for more. Files stay whole, for what they share.
+PARALLEL    ?= --numprocesses auto --maxprocesses 8 --dist loadfile
 BENCH_ARGS  ?=
 
 SANITIZERS     ?= address,undefined
@@ -30,7 +32,7 @@ CLANG  := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -nam
 install: $(STAMPS)/extension
 
 test: $(STAMPS)/extension $(STAMPS)/test
-	$(PY) -m pytest tests $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(PYTEST_ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/bench
 	$(PY) benchmarks/compare.py $(BENCH_ARGS)
