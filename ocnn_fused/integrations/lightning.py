@@ -1,0 +1,101 @@
+"""A Lightning callback: ``Trainer(callbacks=[OrthCallback(weight=0.1)])``, and the module stays as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DeepSpeedStrategy
+except ImportError as error:
+    raise ImportError(
+        "ocnn_fused.integrations.lightning needs lightning: pip install 'ocnn-fused[lightning]'"
+    ) from error
+
+import torch
+from torch import Tensor
+
+from ..regularizer import OrthRegularizer, Weight
+from .common import gradient_scale, log_values
+
+__all__ = ["OrthCallback"]
+
+
+class OrthCallback(Callback):
+    """Trains with the orthogonality loss of the module's convolutions; automatic optimisation only.
+
+    A callback cannot return another loss, so the gradient is put into ``.grad`` right before the first backward of each
+    optimiser step. There it is computed once, however many batches are accumulated; DistributedDataParallel averages
+    it, so each rank computes its share of the layers only; a GradScaler unscales it; and gradient clipping sees the sum.
+    The loss that the module logs stays the task's own.
+
+    Args:
+        weight: lambda, as for :class:`OrthRegularizer`.
+        log: log ``orth/loss``, the sum of the unweighted losses, every ``log_every_n_steps`` of the Trainer.
+        log_layers: log each layer's as ``orth/<layer>`` too.
+        **options: anything else that :class:`OrthRegularizer` takes. Names are those of the LightningModule's layers.
+
+    The callback's state in a checkpoint is the regulariser's step count, so schedules go on where they were.
+    """
+
+    def __init__(self, weight: Weight = 0.1, *, log: bool = True, log_layers: bool = False, **options: Any) -> None:
+        self.log = log or log_layers
+        self.log_layers = log_layers
+        self._options = {"weight": weight, **options}
+        self._reg: OrthRegularizer | None = None
+        self._saved: dict[str, Any] | None = None  # state that came before the regulariser
+        self._counter: Any = None
+        self._due = True
+
+    @property
+    def regularizer(self) -> OrthRegularizer:
+        """The regulariser, from the start of ``fit`` on."""
+        if self._reg is None:
+            raise RuntimeError("OrthCallback has its regularizer from the start of Trainer.fit on, not before")
+        return self._reg
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "OrthCallback needs automatic optimisation; with manual optimisation add an OrthRegularizer's value to "
+                "the loss before manual_backward()"
+            )
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise ValueError("OrthCallback adds to .grad, which DeepSpeed does not use; use another strategy")
+        # The strategy's model shows whether DistributedDataParallel averages the gradients.
+        self._reg = OrthRegularizer(trainer.strategy.model, **self._options)
+        if self._saved is not None:
+            self._reg.load_state_dict(self._saved)
+        self._counter = self._reg.attach(trainer.optimizers[0])
+        self._due = True
+
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        if self._due:
+            scaler = getattr(trainer.precision_plugin, "scaler", None)
+            self.regularizer.add_grad_(gradient_scale(scaler, loss.device), shard=True)
+            self._due = False
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self._due = True
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every, stepped = trainer.log_every_n_steps, self._due
+        if self.log and stepped and every and trainer.global_step % every == 0:
+            pl_module.log_dict(log_values(self.regularizer, self.log_layers))
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if self._counter is not None:
+            self._counter.remove()
+            self._counter = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._reg.state_dict() if self._reg is not None else self._saved or {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._saved = state_dict or None
+        if self._reg is not None and state_dict:
+            self._reg.load_state_dict(state_dict)
