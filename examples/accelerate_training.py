@@ -1,7 +1,7 @@
 """Digits with Accelerate: two lines more than without the regulariser.
 
-    python examples/accelerate_training.py
-    accelerate launch --cpu --num_processes 2 examples/accelerate_training.py     two processes share out the layers
+python examples/accelerate_training.py
+accelerate launch --cpu --num_processes 2 examples/accelerate_training.py     two processes share out the layers
 """
 
 from __future__ import annotations

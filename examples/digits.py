@@ -57,7 +57,7 @@ class DigitsNet(nn.Module):
 
 
 def singular_values(weight: Tensor, stride: int, size: int) -> Tensor:
-    """All singular values of a circular convolution of ``size`` x ``size`` images with ``weight (M, C, k, k)``, exactly.
+    """Singular values of the circular convolution of ``size`` x ``size`` images with ``weight (M, C, k, k)``, exact.
 
     The Fourier transform makes the operator block diagonal: one ``M x C`` matrix per frequency at stride 1. At stride S
     the ``S*S`` frequencies that fall onto the same frequency of the smaller output stand side by side in its block.

@@ -1,6 +1,6 @@
 """Digits with Lightning: one callback, and the module knows nothing of it.
 
-    python examples/lightning_training.py --devices 2     two processes share out the layers
+python examples/lightning_training.py --devices 2     two processes share out the layers
 """
 
 from __future__ import annotations

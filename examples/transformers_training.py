@@ -1,6 +1,6 @@
 """Digits with the Hugging Face Trainer: OrthTrainer instead of Trainer.
 
-    python examples/transformers_training.py
+python examples/transformers_training.py
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class OrthCallback(Callback):
     """Trains with the orthogonality loss of the module's convolutions; automatic optimisation only.
 
     A callback cannot return another loss, so the gradient is put into ``.grad`` right before the first backward of each
-    optimiser step. There it is computed once, however many batches are accumulated; DistributedDataParallel averages
-    it, so each rank computes its share of the layers only; a GradScaler unscales it; and gradient clipping sees the sum.
+    optimiser step. It is computed once, however many batches are accumulated; DistributedDataParallel averages it, so
+    each rank computes its share of the layers only; a GradScaler unscales it; gradient clipping sees the sum.
     The loss that the module logs stays the task's own.
 
     Args:

@@ -9,11 +9,9 @@ try:
     from transformers import Trainer
 except ImportError as error:
     raise ImportError(
-        "ocnn_fused.integrations.transformers needs transformers and accelerate: "
-        "pip install 'ocnn-fused[transformers]'"
+        "ocnn_fused.integrations.transformers needs transformers and accelerate: pip install 'ocnn-fused[transformers]'"
     ) from error
 
-import torch
 from torch import Tensor, nn
 
 from ..regularizer import OrthRegularizer

@@ -1,0 +1,265 @@
+"""What the regulariser adds to a training step: nothing, the paper's formula, and ours, in turns in one process.
+
+    python benchmarks/training_overhead.py            ResNet-18 on CIFAR-size images, ResNet-34 at 224
+    python benchmarks/training_overhead.py --quick    fewer rounds
+
+A step is forward, backward and SGD with momentum. ``reference`` adds ``F.conv2d`` losses layer by layer, ``reg()``
+adds OrthRegularizer's value to the loss, ``add_grad_`` adds its gradient to ``.grad`` after backward. All take the same
+layers and leave the same gradient, which is checked before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from time import perf_counter, process_time
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from report import DISTURBED, machine
+from resnet import ResNet
+from steps import Settings, WrongResultError
+from timing import Disturbance, Samples
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ocnn_fused import OrthRegularizer
+from ocnn_fused.reference import orth_loss
+
+RESULTS = Path(__file__).resolve().parent / "results"
+WEIGHT = 0.01  # lambda; the time does not depend on it
+PLAIN, REFERENCE, IN_LOSS, ADD_GRAD = "plain", "reference", "reg()", "add_grad_"
+#: Ours should add at most this share of what the reference adds.
+TARGET = 0.1
+GRADIENT_TOLERANCE = 1e-4  # relative, per weight
+
+
+@dataclass(frozen=True)
+class Case:
+    """One network and batch; ``wanted_batch`` is what the table extrapolates to, if it is too much to measure."""
+
+    name: str
+    depths: tuple[int, ...]
+    cifar: bool
+    batch: int
+    wanted_batch: int
+
+    @property
+    def size(self) -> int:
+        return 32 if self.cifar else 224
+
+
+CASES = (
+    Case("ResNet-18, 32x32", (2, 2, 2, 2), True, 128, 128),
+    Case("ResNet-34, 224x224", (3, 4, 6, 3), False, 8, 256),
+)
+
+
+class Training:
+    """A network, a batch, an optimiser, and the four ways to take a step."""
+
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
+        classes = 10 if case.cifar else 1000
+        self.model = ResNet(case.depths, classes, case.cifar)
+        self.images = torch.randn(case.batch, 3, case.size, case.size)
+        self.labels = torch.randint(classes, (case.batch,))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
+        self.reg = OrthRegularizer(self.model, WEIGHT)
+        self.layers: list[nn.Conv2d] = [self.model.get_submodule(name) for name in self.reg.layers]  # type: ignore[misc]
+
+    def reference(self) -> Tensor:
+        return WEIGHT * sum(orth_loss(layer.weight, layer.stride) for layer in self.layers)  # type: ignore[return-value]
+
+    def step(self, which: str) -> None:
+        loss = F.cross_entropy(self.model(self.images), self.labels)
+        if which == REFERENCE:
+            loss = loss + self.reference()
+        elif which == IN_LOSS:
+            loss = loss + self.reg()
+        loss.backward()
+        if which == ADD_GRAD:
+            self.reg.add_grad_()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def check(self) -> None:
+        """Raise WrongResultError unless both of our ways give the reference's gradient."""
+        weights = [layer.weight for layer in self.layers]
+        expected = torch.autograd.grad(self.reference(), weights)
+        in_loss = torch.autograd.grad(self.reg(), weights)
+        self.reg.add_grad_()
+        added = [weight.grad for weight in weights]
+        self.optimizer.zero_grad()
+        for which, grads in ((IN_LOSS, in_loss), (ADD_GRAD, added)):
+            for name, grad, wanted in zip(self.reg.layers, grads, expected, strict=True):
+                error = float((grad - wanted).norm() / wanted.norm())
+                if not error <= GRADIENT_TOLERANCE:
+                    raise WrongResultError(f"{which}: the gradient of {name} is off by {error:.2e} (relative)")
+
+
+@dataclass(frozen=True)
+class Result:
+    """Seconds per step, on the clock and of all processors together.
+
+    Overheads are medians over the rounds of the difference to the plain step of the same round. Processor time is what
+    remains comparable when others use the machine too.
+    """
+
+    case: Case
+    samples: dict[str, Samples]
+    processor: dict[str, Samples]
+    disturbance: float | None
+
+    def overhead(self, which: str) -> float:
+        return _difference(self.samples[which], self.samples[PLAIN])
+
+    def ratio(self, which: str) -> float:
+        """What ours adds over what the reference adds."""
+        return self.overhead(which) / self.overhead(REFERENCE)
+
+    def processor_overhead(self, which: str) -> float:
+        return _difference(self.processor[which], self.processor[PLAIN])
+
+    def processor_ratio(self, which: str) -> float:
+        return self.processor_overhead(which) / self.processor_overhead(REFERENCE)
+
+    def share_of_step(self, which: str) -> float:
+        """Overhead over the plain step at the wanted batch.
+
+        Rule: the plain step grows in proportion to the batch, the regulariser does not see it.
+        """
+        plain = self.samples[PLAIN].median * self.case.wanted_batch / self.case.batch
+        return self.overhead(which) / plain
+
+
+def _difference(samples: Samples, plain: Samples) -> float:
+    return float(np.median(np.subtract(samples.seconds, plain.seconds)))
+
+
+def measure(case: Case, rounds: int, bar: tqdm[None]) -> Result:
+    training = Training(case)
+    bar.set_description(f"{case.name}, check")
+    training.check()
+    contestants: dict[str, Callable[[], None]] = {
+        which: partial(training.step, which) for which in (PLAIN, REFERENCE, IN_LOSS, ADD_GRAD)
+    }
+    samples = {which: Samples() for which in contestants}
+    processor = {which: Samples() for which in contestants}
+    names = list(contestants)
+    for which in names:  # allocates, chooses algorithms
+        bar.set_description(f"{case.name}, warm-up {which}")
+        contestants[which]()
+        bar.update()
+    disturbance = Disturbance()
+    for index in range(rounds):
+        first = index % len(names)
+        for which in names[first:] + names[:first]:
+            bar.set_description(f"{case.name}, {which}")
+            start, start_processor = perf_counter(), process_time()
+            contestants[which]()
+            samples[which].seconds.append(perf_counter() - start)
+            processor[which].seconds.append(process_time() - start_processor)
+            bar.update()
+    return Result(case, samples, processor, disturbance.share)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown."""
+    lines = [
+        "| network | batch | step | median s | min s | adds s | of plain step | of reference's | CPU s | CPU adds s "
+        "| of reference's |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for result in results:
+        case = result.case
+        for which, samples in result.samples.items():
+            ours = which in (IN_LOSS, ADD_GRAD)
+            at = f" (batch {case.wanted_batch})" if case.wanted_batch != case.batch else ""
+            cells = [
+                case.name,
+                str(case.batch),
+                which,
+                f"{samples.median:.3f}",
+                f"{samples.minimum:.3f}",
+                "" if which == PLAIN else f"{result.overhead(which):.3f}",
+                "" if which == PLAIN else f"{result.share_of_step(which):.2%}{at}",
+                f"{result.ratio(which):.3f}" if ours else "",
+                f"{result.processor[which].median:.3f}",
+                "" if which == PLAIN else f"{result.processor_overhead(which):.3f}",
+                f"{result.processor_ratio(which):.3f}" if ours else "",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+LEGEND = (
+    "adds: step minus the plain step of the same round, median over the rounds. CPU: the same in processor seconds of\n"
+    "all threads, which others on the machine disturb less.\n"
+    "Another batch than the measured one: the plain step is taken in proportion, what the regulariser adds as measured."
+)
+
+
+def verdict(results: Sequence[Result]) -> str:
+    lines = []
+    for result in results:
+        for which in (IN_LOSS, ADD_GRAD):
+            word = "met" if result.ratio(which) <= TARGET else "missed"
+            lines.append(
+                f"{result.case.name}, {which}: {result.ratio(which):.3f} of the reference's overhead (CPU: "
+                f"{result.processor_ratio(which):.3f}), target {TARGET:g} {word}"
+            )
+        if (result.disturbance or 0) > DISTURBED:
+            lines.append(
+                f"{result.case.name}: others used {result.disturbance:.0%} of the machine; trust the CPU columns only"
+            )
+    return "\n".join(lines)
+
+
+def write_csv(path: Path, results: Sequence[Result], where: dict[str, str]) -> None:
+    """One row per sample, so that every figure can be computed again."""
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["network", "batch", "step", "round", "seconds", "cpu_seconds", "disturbance", *where])
+        for result in results:
+            for which, samples in result.samples.items():
+                pairs = zip(samples.seconds, result.processor[which].seconds, strict=True)
+                for index, seconds in enumerate(pairs):
+                    row = [result.case.name, result.case.batch, which, index, *seconds, result.disturbance]
+                    writer.writerow([*row, *where.values()])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="two rounds")
+    parser.add_argument("--only", choices=("resnet18", "resnet34"), help="one network")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for markdown and CSV")
+    options = parser.parse_args(arguments)
+    rounds = 2 if options.quick else options.rounds
+    torch.set_num_threads(options.threads)
+    where = machine(Settings(threads=options.threads))
+    print(", ".join(f"{key}: {value}" for key, value in where.items()), flush=True)
+    cases = [case for case in CASES if options.only in (None, case.name.split(",")[0].lower().replace("-", ""))]
+    with tqdm(total=len(cases) * 4 * (rounds + 1), unit="step", dynamic_ncols=True) as bar:
+        try:
+            results = [measure(case, rounds, bar) for case in cases]
+        except WrongResultError as error:
+            raise SystemExit(f"error: {error}") from error
+    report = f"{table(results)}\n\n{LEGEND}\n\n{verdict(results)}\n"
+    print(f"\n{report}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    heading = ", ".join(f"{key}: {value}" for key, value in where.items())
+    (options.out / "training_overhead.md").write_text(f"{heading}\n\n{report}")
+    write_csv(options.out / "training_overhead.csv", results, where)
+    print(f"Tables: {options.out / 'training_overhead.md'} and .csv")
+
+
+if __name__ == "__main__":
+    main()
