@@ -26,7 +26,7 @@ EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --e
 NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test bench lint format sanitize gpu-check cuda-build dist clean nvcc FORCE
+.PHONY: install test test-integrations bench bench-training lint format sanitize gpu-check cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/extension
@@ -34,8 +34,16 @@ install: $(STAMPS)/extension
 test: $(STAMPS)/extension $(STAMPS)/test
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(PYTEST_ARGS)
 
+# The same suite's part that needs Lightning, transformers and Accelerate; without them `make test` skips it.
+test-integrations: $(STAMPS)/extension $(STAMPS)/integrations
+	$(PY) -m pytest tests/integrations $(PYTEST_ARGS)
+
 bench: $(STAMPS)/extension $(STAMPS)/bench
 	$(PY) benchmarks/compare.py $(BENCH_ARGS)
+
+# What the regulariser adds to a training step.
+bench-training: $(STAMPS)/extension $(STAMPS)/bench
+	$(PY) benchmarks/training_overhead.py $(BENCH_ARGS)
 
 lint: $(STAMPS)/dev
 	$(PY) -m ruff check .
@@ -127,6 +135,6 @@ $(STAMPS)/test: $(STAMPS)/wanted-TRITON $(STAMPS)/package
 	$(EDITABLE) '.[test]' $(TRITON)
 	touch $@
 
-$(STAMPS)/bench $(STAMPS)/dev: $(STAMPS)/%: $(STAMPS)/package
+$(STAMPS)/bench $(STAMPS)/dev $(STAMPS)/integrations: $(STAMPS)/%: $(STAMPS)/package
 	$(EDITABLE) '.[$*]'
 	touch $@

@@ -56,7 +56,7 @@ class Case:
 
 CASES = (
     Case("ResNet-18, 32x32", (2, 2, 2, 2), True, 128, 128),
-    Case("ResNet-34, 224x224", (3, 4, 6, 3), False, 8, 256),
+    Case("ResNet-34, 224x224", (3, 4, 6, 3), False, 4, 256),
 )
 
 

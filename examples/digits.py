@@ -40,18 +40,18 @@ def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 class DigitsNet(nn.Module):
     """Four convolutions for 8x8 images; the first sees one channel only and is not regularised by default."""
 
-    def __init__(self, width: int = 16) -> None:
+    def __init__(self, width: int = 24) -> None:
         super().__init__()
         self.stem = nn.Conv2d(1, width, 3, padding=1, bias=False)
         self.down = nn.Conv2d(width, 2 * width, 3, 2, 1, bias=False)
-        self.square = nn.Conv2d(2 * width, 2 * width, 3, padding=1, bias=False)
-        self.narrow = nn.Conv2d(2 * width, width, 3, padding=1, bias=False)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for channels in (width, 2 * width, 2 * width, width))
+        self.widen = nn.Conv2d(2 * width, 3 * width, 3, padding=1, bias=False)
+        self.narrow = nn.Conv2d(3 * width, width, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for channels in (width, 2 * width, 3 * width, width))
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         x = images
-        for conv, norm in zip((self.stem, self.down, self.square, self.narrow), self.norms, strict=True):
+        for conv, norm in zip((self.stem, self.down, self.widen, self.narrow), self.norms, strict=True):
             x = norm(conv(x)).relu()
         return self.head(x.mean((2, 3)))
 
@@ -97,7 +97,7 @@ def train(seed: int, weight: float, epochs: int, bar: tqdm[None] | None = None) 
     model.eval()
     with torch.no_grad():
         accuracy = (model(test_images).argmax(1) == test_labels).double().mean().item()
-    sizes = {"down": 8, "square": 4, "narrow": 4}
+    sizes = {"down": 8, "widen": 4, "narrow": 4}
     condition = {}
     for name, size in sizes.items():
         layer = model.get_submodule(name)

@@ -1,0 +1,154 @@
+"""The problem in each framework; run as a script by two processes, where rank 0 saves the weights.
+
+torchrun --nproc-per-node 2 tests/integrations/frameworks.py lightning weights.pt
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from problem import IMAGES, OPTIONS, RATE, STEPS, data, network
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
+
+from ocnn_fused import OrthRegularizer
+
+Weights = dict[str, Tensor]
+
+
+def lightning_module(task: float = 1.0) -> Any:
+    from lightning import LightningModule
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = network()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            images, labels = batch
+            return task * F.cross_entropy(self.net(images), labels)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=RATE)
+
+    return Module()
+
+
+def lightning_trainer(**options: Any) -> Any:
+    from lightning import Trainer
+
+    unwanted = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return Trainer(**{"accelerator": "cpu", "max_steps": STEPS, **dict.fromkeys(unwanted, False), **options})
+
+
+def images_in_order(batch: int, sampler: Any = None) -> DataLoader[Any]:
+    return DataLoader(TensorDataset(*data()), batch_size=batch, sampler=sampler)
+
+
+def train_lightning(world: int = 1, accumulate: int = 1, task: float = 1.0, **options: Any) -> Weights:
+    from ocnn_fused.integrations.lightning import OrthCallback
+
+    module = lightning_module(task)
+    parallel: dict[str, Any] = {"devices": world}
+    sampler = None
+    if world > 1:  # its own sampler would shuffle
+        parallel.update(strategy="ddp", use_distributed_sampler=False)
+        sampler = DistributedSampler(data()[1], world, int(os.environ["RANK"]), shuffle=False)
+    trainer = lightning_trainer(
+        callbacks=[OrthCallback(**OPTIONS)], accumulate_grad_batches=accumulate, **parallel, **options
+    )
+    trainer.fit(module, images_in_order(IMAGES // STEPS // world // accumulate, sampler))
+    return module.net.state_dict()
+
+
+class Classifier(nn.Module):
+    """Takes and returns what a Trainer wants."""
+
+    def __init__(self, task: float) -> None:
+        super().__init__()
+        self.net = network()
+        self.task = task
+
+    def forward(self, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        logits = self.net(images)
+        return {"loss": self.task * F.cross_entropy(logits, labels), "logits": logits}
+
+
+def transformers_trainer(
+    folder: str, world: int = 1, accumulate: int = 1, task: float = 1.0, orth_log_layers: bool = False, **options: Any
+) -> Any:
+    from transformers import TrainingArguments
+
+    from ocnn_fused.integrations.transformers import OrthTrainer
+
+    class InOrder(OrthTrainer):
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+    defaults = {
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": IMAGES // STEPS // world // accumulate,
+        "gradient_accumulation_steps": accumulate,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    examples = [{"images": image, "labels": label} for image, label in zip(*data(), strict=True)]
+    return InOrder(
+        Classifier(task),
+        TrainingArguments(**{**defaults, **options}),
+        train_dataset=examples,
+        orth=OPTIONS,
+        orth_log_layers=orth_log_layers,
+    )
+
+
+def train_transformers(folder: str, **options: Any) -> Weights:
+    trainer = transformers_trainer(folder, **options)
+    trainer.train()
+    return trainer.model.net.state_dict()
+
+
+def train_accelerate(world: int = 1, accumulate: int = 1) -> Weights:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
+    plain = network()
+    model, optimizer, loader = accelerator.prepare(
+        plain, torch.optim.SGD(plain.parameters(), lr=RATE), images_in_order(IMAGES // STEPS // world // accumulate)
+    )
+    reg = OrthRegularizer(model, **OPTIONS)
+    for images, labels in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(F.cross_entropy(model(images), labels) + reg())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            reg.step()
+    return plain.state_dict()
+
+
+def main(framework: str, path: str) -> None:
+    if framework == "lightning":
+        weights = train_lightning(world=2, accumulate=2)
+    elif framework == "transformers":
+        weights = train_transformers(f"{path}.folder", world=2, accumulate=2)
+    else:
+        weights = train_accelerate(world=2, accumulate=2)
+    if torch.distributed.get_rank() == 0:
+        torch.save(weights, path)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
