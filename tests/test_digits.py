@@ -25,15 +25,17 @@ def test_singular_values_are_those_of_the_matrix(rows: int, channels: int, strid
 
 @pytest.mark.slow
 def test_spectrum_tightens_and_accuracy_stays() -> None:
-    plain, regularised = (train(seed=0, weight=weight, epochs=8) for weight in (0.0, 0.1))
+    plain, regularised = (train(seed=0, weight=weight, epochs=8) for weight in (0.0, 0.01))
     assert regularised.condition.keys() == {"down", "widen", "narrow"}
     for name, condition in regularised.condition.items():
-        assert condition < plain.condition[name] / 3, name
-    assert regularised.accuracy > 0.97
-    assert regularised.accuracy >= plain.accuracy - 0.01
+        assert condition < plain.condition[name] / 1.5, name
+    assert plain.accuracy > 0.97
+    assert regularised.accuracy >= plain.accuracy - 0.005  # three of 597 images
 
 
 def test_table() -> None:
     plain = [Outcome(0.9, {"layer": 8.0}), Outcome(0.8, {"layer": 4.0})]
     regularised = [Outcome(0.9, {"layer": 2.0}), Outcome(0.9, {"layer": 2.0})]
-    assert "| layer: largest / smallest | 6.0 ± 2.8 | 2.00 ± 0.00 | 2.0 |" in table(plain, regularised, 0.1)
+    printed = table({0.0: plain, 0.1: regularised})
+    assert "| layer: largest / smallest | 6.0 ± 2.8 | 2.00 ± 0.00 (at least 2.0x less) |" in printed
+    assert "| test accuracy, % | 85.00 ± 7.07 | 90.00 ± 0.00 |" in printed

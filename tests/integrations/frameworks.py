@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from problem import IMAGES, OPTIONS, RATE, STEPS, data, network
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
-from ocnn_fused import OrthRegularizer
+from ocnn_fused import OrthRegularizer, regularizer
+from ocnn_fused.distributed import balanced_shares
 
 Weights = dict[str, Tensor]
 
@@ -139,12 +141,20 @@ def train_accelerate(world: int = 1, accumulate: int = 1) -> Weights:
 
 
 def main(framework: str, path: str) -> None:
+    shared_out: list[int] = []  # world sizes that layers were shared out for
+
+    def spy(costs: Sequence[float], world: int) -> list[tuple[int, ...]]:
+        shared_out.append(world)
+        return balanced_shares(costs, world)
+
+    regularizer.balanced_shares = spy  # type: ignore[assignment]
     if framework == "lightning":
         weights = train_lightning(world=2, accumulate=2)
     elif framework == "transformers":
         weights = train_transformers(f"{path}.folder", world=2, accumulate=2)
     else:
         weights = train_accelerate(world=2, accumulate=2)
+    assert shared_out == [2], f"each rank computed everything: {shared_out}"
     if torch.distributed.get_rank() == 0:
         torch.save(weights, path)
     torch.distributed.destroy_process_group()
