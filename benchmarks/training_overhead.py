@@ -118,8 +118,8 @@ class Training:
 class Result:
     """Seconds by clock and contestant: a step, or the regulariser alone.
 
-    What the regulariser adds is the median over the rounds of the difference to the plain step of the same round: a small
-    difference of large numbers. Alone is its value and gradient without the rest of the step.
+    What the regulariser adds is the median over the rounds of the difference to the plain step of the same round: a
+    small difference of large numbers. Alone is its value and gradient without the rest of the step.
     """
 
     case: Case
@@ -182,7 +182,8 @@ def measure(case: Case, rounds: int, bar: tqdm[None]) -> Result:
 def table(results: Sequence[Result], clock: Clock) -> str:
     """Markdown."""
     lines = [
-        f"| network, batch | step | {clock} s | minimum | adds s | of reference's | alone s | of reference's | of plain step |",
+        f"| network, batch | step | {clock} s | minimum | adds s | of reference's | alone s | of reference's "
+        "| of plain step |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for result in results:
@@ -204,8 +205,8 @@ def table(results: Sequence[Result], clock: Clock) -> str:
 
 LEGEND = (
     "adds: step minus the plain step of the same round, median over the rounds. alone: value and gradient of the\n"
-    "regulariser without the rest; its share of the plain step, which at another batch than the measured one is taken in\n"
-    "proportion to the batch. wall: the clock; processor: seconds of all threads, which others on the machine disturb less."
+    "regulariser without the rest, and its share of the plain step, which at another batch than the measured one is\n"
+    "taken in proportion to the batch. wall: the clock; processor: seconds of all threads, less disturbed by others."
 )
 
 
