@@ -16,7 +16,7 @@ from problem import IMAGES, OPTIONS, RATE, STEPS, data, network
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
-from ocnn_fused import OrthRegularizer, regularizer
+from ocnn_fused import OrthRegularizer, selection
 from ocnn_fused.distributed import balanced_shares
 
 Weights = dict[str, Tensor]
@@ -147,7 +147,7 @@ def main(framework: str, path: str) -> None:
         shared_out.append(world)
         return balanced_shares(costs, world)
 
-    regularizer.balanced_shares = spy  # type: ignore[assignment]
+    selection.balanced_shares = spy  # type: ignore[assignment]
     if framework == "lightning":
         weights = train_lightning(world=2, accumulate=2)
     elif framework == "transformers":
