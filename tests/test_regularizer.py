@@ -603,7 +603,7 @@ def test_averaged_copies() -> None:
         (schedules.Cosine(4, end=0.5, warmup=2), [0, 0.5, 1, 0.75, 0.5, 0.5]),
         (schedules.Step(2), [1, 1, 0.1, 0.1, 0.01, 0.01]),
         (schedules.Step(3, gamma=2.0), [1, 1, 1, 2, 2, 2]),
-        (lambda step: step**2, [0, 1, 4, 9, 16, 25]),
+        pytest.param(lambda step: step**2, [0, 1, 4, 9, 16, 25], id="any callable"),
         (None, [1] * 6),
     ],
     ids=str,
