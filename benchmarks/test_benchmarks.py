@@ -20,6 +20,7 @@ import compare
 import pytest
 import steps
 import torch
+import training_overhead
 from bound import plan_of, products_of
 from pytest_benchmark.fixture import BenchmarkFixture
 from report import Result, Section, verdict
@@ -232,3 +233,17 @@ def test_a_missing_gpu_is_one_sentence(tmp_path: Path) -> None:
 def test_an_unknown_device_is_named() -> None:
     with pytest.raises(ValueError, match="device must be 'cpu' or 'cuda', got 'tpu'"):
         make_timer("tpu")
+
+
+def test_overhead_at_another_batch_scales_the_plain_step_alone() -> None:
+    def seconds(value: float) -> Samples:
+        return Samples([value, value + 10.0])  # a slow second round, for all alike
+
+    steps_seconds = {"plain": 2.0, "reference": 6.0, "reg()": 2.5, "add_grad_": 2.2}
+    alone = {f"{which} alone": Samples([time]) for which, time in (("reference", 4.0), ("reg()", 0.4))}
+    samples = {which: seconds(time) for which, time in steps_seconds.items()} | alone
+    case = training_overhead.Case("network", (1,), cifar=True, batch=4, wanted_batch=16)
+    result = training_overhead.Result(case, {"wall": samples}, None)
+    assert result.adds("wall", "reg()") == pytest.approx(0.5)
+    assert result.ratios("wall", "reg()") == pytest.approx((0.125, 0.1))
+    assert result.share_of_step("wall", "reg()") == pytest.approx(0.4 / (4 * 7.0))  # 7: median of 2 and 12
