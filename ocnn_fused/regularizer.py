@@ -205,18 +205,16 @@ class OrthRegularizer:
             if not self.squared:  # d||R|| = d||R||^2 / (2 ||R||)
                 for grad, loss in zip(grads, losses, strict=True):
                     grad.mul_(torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
-            torch._foreach_mul_(grads, [value * factor for value in part.coefficients])
-            torch._foreach_mul_(grads, scale)  # type: ignore[call-overload]
-            _accumulate(parameters, grads)
+            _accumulate(parameters, grads, [value * factor for value in part.coefficients], scale)
         for part in selection.passes(through_graph, weights):
             leaves = [leaf for index in part.indices for leaf in selection.trained_sources(index)]
             with torch.enable_grad():
                 value = torch.dot(self._losses(part, weights), part.weights) * factor
             found = torch.autograd.grad(value, leaves, allow_unused=True)
             used = [(leaf, grad) for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
-            # Not in place: two leaves that are added get one and the same tensor.
-            scaled = torch._foreach_mul([grad for _, grad in used], scale)  # type: ignore[call-overload]
-            _accumulate([leaf for leaf, _ in used], scaled)
+            # Copied: two leaves that are added get one and the same tensor.
+            grads = list(torch._foreach_mul([grad for _, grad in used], 1.0))
+            _accumulate([leaf for leaf, _ in used], grads, [1.0] * len(used), scale)
 
     def value(self, loss: Tensor) -> Tensor:
         """The full, detached value of what :meth:`__call__` returned on each rank: its average over the ranks.
@@ -424,13 +422,22 @@ def _whole(weight: Tensor) -> Tensor:
     return weight.full_tensor()  # type: ignore[attr-defined]
 
 
-def _accumulate(parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """``parameter.grad += grad``; ``grads`` are our own memory and become the parameter's where it has none."""
-    existing = [
-        (parameter.grad, grad) for parameter, grad in zip(parameters, grads, strict=True) if parameter.grad is not None
-    ]
+def _accumulate(
+    parameters: Sequence[Tensor], grads: list[Tensor], factors: Sequence[float], scale: float | Tensor
+) -> None:
+    """``parameter.grad += factor * scale * grad``; ``grads`` are ours, and become the parameter's where it has none."""
+    if isinstance(scale, Tensor):
+        torch._foreach_mul_(grads, scale)
+    else:
+        factors = [factor * scale for factor in factors]
+    before = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if len(set(factors)) == 1 and len(before) == len(parameters):  # the common case, in one pass over memory
+        torch._foreach_add_(before, grads, alpha=factors[0])
+        return
+    torch._foreach_mul_(grads, factors)
+    added = [grad for parameter, grad in zip(parameters, grads, strict=True) if parameter.grad is not None]
     for parameter, grad in zip(parameters, grads, strict=True):
         if parameter.grad is None:
             parameter.grad = grad
-    if existing:
-        torch._foreach_add_([before for before, _ in existing], [grad for _, grad in existing])
+    if before:
+        torch._foreach_add_(before, added)
