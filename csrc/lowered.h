@@ -20,6 +20,7 @@ struct PlanAxis {
   Position evaluation;
   int64_t outputs;
   Position mix;
+  int64_t lags() const { return 2 * taps - 1; }
 };
 
 // Planes of equal size that lie together, so that one batched product can serve several blocks.
@@ -33,10 +34,12 @@ struct PlanBlock {
   Position evaluation;  // constants (planes, taps), rows in the order of the axes' grid: the product of its axes
   std::vector<PlanAxis> axes;
   Position plane_of;  // (planes), in the order of the axes' grid: where each plane lies in the pool
-  // Outputs in the order of the axes' grid: 3 * output + (0 as stored, 1 transposed, 2 if it is its own transpose), and
-  // the lag that mix puts there, counted over all lags, -1 if that is dropped.
+  // Outputs in the order of the axes' grid: 3 * output + (0 as stored, 1 transposed, 2 if it is its own transpose).
   int64_t outputs;
-  Position output_of, lag_of;
+  Position output_of;
+  // Lags in the order of the axes' grid, counted over all lags of the plan; -1 if one is dropped.
+  int64_t lags;
+  Position lag_of;
   Position sources;  // (residues, taps): flat tap index, -1 where a short phase has no tap
 };
 
@@ -133,7 +136,8 @@ inline LoweredPlan read_plan(LayoutReader reader) {
     block.plane_of = skip(block.planes);
     block.outputs = take();
     block.output_of = skip(block.outputs);
-    block.lag_of = skip(block.outputs);
+    block.lags = take();
+    block.lag_of = skip(block.lags);
     block.sources = skip(block.residues * block.taps);
   }
   plan.runs.resize(take());

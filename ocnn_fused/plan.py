@@ -29,14 +29,18 @@ Matrix = tuple[tuple[Fraction, ...], ...]
 #: Longest 1-D class evaluated at points; beyond it the interpolation is too ill-conditioned for float32.
 MAX_TOOM_TAPS = 5
 
-# One point of each reciprocal pair p:q <-> q:p, found by search for a well-conditioned interpolation. The point 1:1,
-# which is its own reciprocal, always comes first.
+# One point of each reciprocal pair p:q <-> q:p, found by search for an interpolation that amplifies rounding least. The
+# point 1:1, which is its own reciprocal, always comes first.
 _POINTS: dict[int, tuple[tuple[int, int], ...]] = {
     2: ((-5, 2),),
     3: ((-3, 2), (4, 1)),
-    4: ((-3, 2), (5, 2), (-8, 1)),
-    5: ((-5, 2), (-4, 3), (5, 3), (8, 1)),
+    4: ((-3, 2), (4, 1)),
+    5: ((-6, 1), (-4, 3), (2, 1)),
 }
+
+# Real points alone amplify rounding 9 times for four taps on two axes, 45 times for five. The points i and -i in place
+# of one pair cost one product more per axis and leave 2 and 4 times.
+_IMAGINARY = {4, 5}
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -58,10 +62,10 @@ class Scheme:
     partner: tuple[int, ...]
 
 
-def _inverse(matrix: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:
-    """Exact inverse by Gauss-Jordan elimination."""
+def _solve(matrix: Sequence[Sequence[Fraction]], right: Sequence[Sequence[Fraction]]) -> list[list[Fraction]]:
+    """Exact ``x`` with ``matrix @ x == right``, by Gauss-Jordan elimination."""
     size = len(matrix)
-    work = [list(row) + [Fraction(int(i == j)) for j in range(size)] for i, row in enumerate(matrix)]
+    work = [[*row, *values] for row, values in zip(matrix, right, strict=True)]
     for column in range(size):
         pivot = next(row for row in range(column, size) if work[row][column])
         work[column], work[pivot] = work[pivot], work[column]
@@ -82,34 +86,65 @@ def _power_of_two_near(value: Fraction) -> Fraction:
     return Fraction(2) ** exponent
 
 
+def _imaginary_rows(taps: int) -> list[list[int]]:
+    """Three rows whose products give ``Z(i) = b b^T + c c^T + i (c b^T - b c^T)``, with ``a(i) = b + i c``.
+
+    The first two mirror each other, the third is minus its own mirror image. Counted from the middle, ``b`` is even and
+    ``c`` odd for an odd number of taps: ``(b + c) (b - c)^T`` has the antisymmetric part wanted and the symmetric part
+    ``b b^T - c c^T``, to which ``c c^T`` adds the rest. For an even number ``c`` is minus the mirror image of ``b``, and
+    ``b c^T`` and ``(b + c) (b + c)^T`` do the same.
+    """
+    real = (1, 0, -1, 0)
+    b = [real[(m - taps // 2) % 4] for m in range(taps)]
+    c = [real[(m - taps // 2 - 1) % 4] for m in range(taps)]
+    total = [x + y for x, y in zip(b, c, strict=True)]
+    first, third = (total, c) if taps % 2 else (b, total)
+    return [first, first[::-1], third]
+
+
 @cache
 def toom_scheme(taps: int) -> Scheme:
-    """Reciprocal Toom-Cook: ``2*taps - 1`` products, one per point, closed under ``p:q <-> q:p``.
+    """Reciprocal Toom-Cook: one product per point, ``2*taps - 1`` of them, closed under ``p:q <-> q:p``.
 
     ``Z(x) = a(x) a(1/x)^T`` at the point ``p:q`` is ``a(p:q) a(q:p)^T``, so the product at ``q:p`` is a transpose.
+    Where it helps, ``i`` and ``-i`` take the place of a pair, with three products. Rows come as one that is its own
+    mirror image, pairs of mirror images, and the third row of ``i``, which is minus its own.
     """
     points = [(1, 1)]
     for p, q in _POINTS.get(taps, ()):
         points += [(p, q), (q, p)]
-    partner = (0, *(index + 1 if index % 2 else index - 1 for index in range(1, len(points))))
+    rows = [[p**m * q ** (taps - 1 - m) for m in range(taps)] for p, q in points]
+    rows += _imaginary_rows(taps) if taps in _IMAGINARY else []
+    partner = [0]
+    for first in range(1, len(rows), 2):
+        partner += [first + 1, first] if first + 1 < len(rows) else [first]
     evaluation = []
-    for p, q in points:
-        row = [Fraction(p**m * q ** (taps - 1 - m)) for m in range(taps)]
-        scale = _power_of_two_near(max(map(abs, row)))
-        evaluation.append(tuple(value / scale for value in row))
-    # Output o is sum_t Z_t w[o][t] with w[o][t] = E[o][m] E[o'][m - t], the same for every m: solve for Z.
-    products_of_lags = []
-    for o in range(len(points)):
-        left, right = evaluation[o], evaluation[partner[o]]
-        products_of_lags.append(
-            [left[max(t, 0)] * right[max(-t, 0)] for t in range(-(taps - 1), taps)],
-        )
+    for row in rows:
+        scale = _power_of_two_near(Fraction(max(map(abs, row))))
+        evaluation.append(tuple(value / scale for value in map(Fraction, row)))
     return Scheme(
         evaluation=tuple(evaluation),
-        products=tuple((o, partner[o], o) for o in range(len(points))),
-        mix=tuple(map(tuple, _inverse(products_of_lags))),
-        partner=partner,
+        products=tuple((o, partner[o], o) for o in range(len(rows))),
+        mix=_mix_of([(evaluation[o], evaluation[partner[o]]) for o in range(len(rows))]),
+        partner=tuple(partner),
     )
+
+
+def _mix_of(products: Sequence[tuple[Sequence[Fraction], Sequence[Fraction]]]) -> Matrix:
+    """The mix that makes lags of products of ``left`` and ``right`` combinations of taps: ``(lags, products)``.
+
+    It solves ``sum_o mix[t][o] left_o[u] right_o[v] = [u - v = t]`` for all taps ``u, v``, by normal equations, which
+    are exact here.
+    """
+    taps = len(products[0][0])
+    forms = [[a * b for a in left for b in right] for left, right in products]
+    lags = [[Fraction(int(u - v == t)) for u in range(taps) for v in range(taps)] for t in range(-(taps - 1), taps)]
+    normal, right = ([[_dot(form, other) for other in others] for form in forms] for others in (forms, lags))
+    return tuple(zip(*_solve(normal, right), strict=True))
+
+
+def _dot(first: Sequence[Fraction], second: Sequence[Fraction]) -> Fraction:
+    return sum((a * b for a, b in zip(first, second, strict=True) if a and b), Fraction(0))
 
 
 @cache
@@ -485,7 +520,7 @@ def _bilinear(
     products: list[tuple[int, int, int, int]] = []
     self_paired: list[bool] = []
     columns: list[tuple[list[Fraction], list[Fraction]]] = []  # of mix and mix_transposed, one per stored output
-    shared: dict[tuple[int, ...], int] = {}  # direct outputs are lags, which all classes add into
+    shared: dict[tuple[int, ...] | None, int] = {}  # direct outputs are lags, which all classes add into
     for taps, residues in _classes(axes, side):
         factors = _axis_schemes(taps, algorithm)
         scheme = _class_scheme(taps, algorithm)
@@ -513,12 +548,11 @@ def _bilinear(
         for out in outputs:
             partner = scheme.partner[out]
             is_self = partner == out
-            key = class_lags[out]
-            if algorithm == "direct" and key in shared:
-                index = shared[key]
-            else:
-                index = len(self_paired)
-                shared[key] = index
+            lag = class_lags[out] if algorithm == "direct" else None
+            index = shared.get(lag, len(self_paired))
+            if index == len(self_paired):
+                if lag is not None:
+                    shared[lag] = index
                 self_paired.append(is_self)
                 column = [scheme.mix[row_of[lag]][out] if lag in row_of else Fraction(0) for lag in lags]
                 column_t = [scheme.mix[row_of[lag]][partner] if lag in row_of else Fraction(0) for lag in lags]

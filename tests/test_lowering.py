@@ -50,7 +50,7 @@ def kronecker(matrices: list[np.ndarray]) -> np.ndarray:
     return reduce(np.kron, matrices, exact([[Fraction(1)]]))
 
 
-def from_halves(even: object, odd: object, span: int) -> np.ndarray:
+def from_halves(even: object, odd: object, points: int, span: int) -> np.ndarray:
     """The matrix that a Factor of csrc/cpu/stages.h stands for, column by column."""
     columns = []
     for column in range(span):
@@ -58,11 +58,11 @@ def from_halves(even: object, odd: object, span: int) -> np.ndarray:
         sums = [x[q] + (x[span - 1 - q] if q != span - 1 - q else 0) for q in range((span + 1) // 2)]
         differences = [x[q] - x[span - 1 - q] for q in range(span // 2)]
         rows = exact(even) @ exact(sums)
-        points = [rows[0]]
+        values = [rows[0]]
         for row, of_odd in zip(rows[1:], odd, strict=True):
             turn = sum((a * b for a, b in zip(of_odd, differences, strict=True)), Fraction(0))
-            points += [row + turn, row - turn]
-        columns.append(points)
+            values += [row + turn, row - turn]
+        columns.append(values[:points])
     return exact(columns).T
 
 
@@ -100,7 +100,7 @@ def test_factors_are_the_mix(plan: Plan) -> None:
 def test_halves_are_the_matrix(taps: int) -> None:
     scheme = make_plan(64, 64, (reduce_axis(taps),)).blocks[0].factors[0]
     for matrix in (scheme.evaluation, tuple(zip(*scheme.mix, strict=True))):
-        assert (from_halves(*lowering._halves(matrix), len(matrix[0])) == exact(matrix)).all()
+        assert (from_halves(*lowering._halves(matrix), len(matrix), len(matrix[0])) == exact(matrix)).all()
 
 
 @pytest.mark.parametrize("plan", plans())

@@ -99,7 +99,7 @@ class Device {
                         numbers + block.sources};
       for (const PlanAxis& axis : block.axes) {
         view.evaluation.push_back(factor(axis.planes, axis.taps, axis.evaluation));
-        view.mix.push_back(factor(axis.outputs, axis.outputs, axis.mix));
+        view.mix.push_back(factor(axis.outputs, axis.lags(), axis.mix));
       }
       blocks_.push_back(std::move(view));
     }

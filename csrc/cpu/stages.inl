@@ -55,7 +55,7 @@ void to_points(const Factor<T>& factor, const T* const* in, T* const* out, int64
       }
       for (int64_t v = 0; v < 2; ++v) {
         store(even[v] + odd[v], out[2 * p - 1] + at + v * width);
-        store(even[v] - odd[v], out[2 * p] + at + v * width);
+        if (2 * p < kPoints) store(even[v] - odd[v], out[2 * p] + at + v * width);
       }
     }
   }
@@ -71,7 +71,8 @@ void from_points(const Factor<T>& factor, const T* const* in, T* const* out, int
     for (int64_t v = 0; v < 2; ++v) own[v] = load(in[0] + at + v * width);
     for (int64_t p = 0; p < pairs; ++p) {
       for (int64_t v = 0; v < 2; ++v) {
-        const V first = load(in[2 * p + 1] + at + v * width), second = load(in[2 * p + 2] + at + v * width);
+        const V first = load(in[2 * p + 1] + at + v * width);
+        const V second = 2 * p + 2 < kPoints ? load(in[2 * p + 2] + at + v * width) : V{};
         sum[p][v] = first + second;
         difference[p][v] = first - second;
       }
@@ -107,14 +108,14 @@ inline void transform_fixed(const Factor<T>& factor, const T* const* in, T* cons
   }
 }
 
-// Classes of n taps have 2n - 1 points and 2n - 1 lags.
+// Classes of n taps have 2n - 1 lags and as many points; those of four and five taps have a product more.
 template <bool kToPoints, typename T, int64_t kTaps = 2>
 inline void transform(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
-  constexpr int64_t points = 2 * kTaps - 1;
+  constexpr int64_t lags = 2 * kTaps - 1, points = kTaps > 3 ? lags + 1 : lags;
   if (factor.points > points) {
     if constexpr (kTaps < 5) transform<kToPoints, T, kTaps + 1>(factor, in, out, lanes);
-  } else if (factor.span == points) {
-    transform_fixed<kToPoints, T, points, points>(factor, in, out, lanes);
+  } else if (factor.span == lags) {
+    transform_fixed<kToPoints, T, points, lags>(factor, in, out, lanes);
   } else {
     transform_fixed<kToPoints, T, points, kTaps>(factor, in, out, lanes);
   }
@@ -188,7 +189,7 @@ class Grid {
   }
 
  private:
-  static constexpr int64_t kMostRows = 9;  // points of the longest class
+  static constexpr int64_t kMostRows = 10;  // points of the longest class
   std::vector<T*> buffers_[2];
 };
 
@@ -478,20 +479,18 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
 
     for (size_t b = 0; b < blocks.size(); ++b) {
       const BlockView<T>& view = blocks[b];
-      const int64_t count = view.block->outputs;
+      const int64_t count = view.block->outputs, lags = view.block->lags;
       for (int64_t g = 0; g < count; ++g) {
         const int64_t o = view.output_of[g] / 3;
         const bool transposed = view.output_of[g] % 3 == 1;
         load_tile(transposed ? mirror(o) : tile(o), transposed, outputs + g * kTileArea);
       }
       for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
-        for (int64_t g = 0; g < count; ++g) {
-          in[g] = outputs + g * kTileArea + piece;
-          // The first block has all lags, the others add to them.
-          out[g] = b == 0 ? lag_row(view.lag_of[g]) + piece : added + g * kStrip;
-        }
+        for (int64_t g = 0; g < count; ++g) in[g] = outputs + g * kTileArea + piece;
+        // The first block has all lags, the others add to them.
+        for (int64_t g = 0; g < lags; ++g) out[g] = b == 0 ? lag_row(view.lag_of[g]) + piece : added + g * kStrip;
         grid.template transform_all<false>(view.mix, in.data(), out.data(), kStrip);
-        for (int64_t g = 0; b > 0 && g < count; ++g) {
+        for (int64_t g = 0; b > 0 && g < lags; ++g) {
           T* row = lag_row(view.lag_of[g]) + piece;
           for (int64_t l = 0; l < kStrip; ++l) row[l] += out[g][l];
         }
@@ -507,12 +506,10 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
     std::fill_n(dropped, kTileArea, T(0));
     for (size_t b = 0; with_grad && b < blocks.size(); ++b) {
       const BlockView<T>& view = blocks[b];
-      const int64_t count = view.block->outputs;
+      const int64_t count = view.block->outputs, lags = view.block->lags;
       for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
-        for (int64_t g = 0; g < count; ++g) {
-          in[g] = lag_row(view.lag_of[g]) + piece;
-          out[g] = outputs + g * kTileArea + piece;
-        }
+        for (int64_t g = 0; g < lags; ++g) in[g] = lag_row(view.lag_of[g]) + piece;
+        for (int64_t g = 0; g < count; ++g) out[g] = outputs + g * kTileArea + piece;
         grid.template transform_all<true>(view.mix, in.data(), out.data(), kStrip);
       }
       for (int64_t g = 0; g < count; ++g) {

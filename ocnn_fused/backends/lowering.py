@@ -48,11 +48,11 @@ def _halves(matrix: Matrix) -> tuple[Matrix, Matrix]:
     """Even and odd half of a ``(points, span)`` matrix whose rows 1, 2 | 3, 4 | ... mirror each other.
 
     With ``s_q = x_q + x_(n-1-q)`` and ``d_q`` their difference, the rows of a pair are ``even s + odd d`` and
-    ``even s - odd d``; row 0 and a middle column are their own mirror images.
+    ``even s - odd d``; row 0 and a middle column are their own mirror images, and a last row may have no partner.
     """
     span = len(matrix[0])
     firsts = matrix[1::2]
-    assert all(tuple(reversed(a)) == b for a, b in zip(firsts, matrix[2::2], strict=True))
+    assert all(tuple(reversed(a)) == b for a, b in zip(firsts, matrix[2::2], strict=False))
     half = Fraction(1, 2)
     even = [matrix[0][: (span + 1) // 2]]
     even += [tuple((row[q] + row[span - 1 - q]) * half for q in range((span + 1) // 2)) for row in firsts]
@@ -82,10 +82,10 @@ def _axis(scheme: Scheme, constants: _Constants) -> list[int]:
 
 
 def _lag_of(plan: Plan, block: Block) -> list[int]:
-    """For every output of the block's grid, the lag that mix puts there, of all lags in order; -1 if it is dropped."""
+    """For every lag of the block's grid, its place among all lags of the plan, in order; -1 if it is dropped."""
     all_lags = itertools.product(*(range(-axis.lags, axis.lags + 1) for axis in plan.axes))
     index = {lag: position for position, lag in enumerate(all_lags)}
-    reach = [len(scheme.partner) // 2 for scheme in block.factors]
+    reach = [len(scheme.mix) // 2 for scheme in block.factors]
     return [index.get(lag, -1) for lag in itertools.product(*(range(-r, r + 1) for r in reach))]
 
 
@@ -160,19 +160,18 @@ def lower(plan: Plan, dtype: torch.dtype, device: torch.device | str = "cpu") ->
         for scheme in block.factors:
             layout += _axis(scheme, constants)
         layout += [pools[number].where[index][plane] for plane in block.plane_of]
-        layout.append(0 if plan.is_diagonal else len(block.output_of))
-        if not plan.is_diagonal:
-            layout += [
-                3 * output[out] + (2 if plan.self_paired[out] else int(transposed))
-                for out, transposed in block.output_of
-            ]
-            layout += _lag_of(plan, block)
+        output_of = [
+            3 * output[out] + (2 if plan.self_paired[out] else int(transposed)) for out, transposed in block.output_of
+        ]
+        for numbers in ([], []) if plan.is_diagonal else (output_of, _lag_of(plan, block)):
+            layout += [len(numbers), *numbers]
         layout += [tap for residue in block.sources for tap in residue]
     layout.append(len(runs))
     for run in runs:
         layout += [run.block, run.left, run.right, run.out, run.count, run.summed]
-    numbers = torch.tensor(layout, dtype=torch.int64)
-    return Lowered(numbers, numbers.to(device), torch.tensor(constants.values, dtype=torch.float64).to(device, dtype))
+    layout_tensor = torch.tensor(layout, dtype=torch.int64)
+    values = torch.tensor(constants.values, dtype=torch.float64).to(device, dtype)
+    return Lowered(layout_tensor, layout_tensor.to(device), values)
 
 
 class LoweredSmall(NamedTuple):
