@@ -91,8 +91,8 @@ def _imaginary_rows(taps: int) -> list[list[int]]:
 
     The first two mirror each other, the third is minus its own mirror image. Counted from the middle, ``b`` is even and
     ``c`` odd for an odd number of taps: ``(b + c) (b - c)^T`` has the antisymmetric part wanted and the symmetric part
-    ``b b^T - c c^T``, to which ``c c^T`` adds the rest. For an even number ``c`` is minus the mirror image of ``b``, and
-    ``b c^T`` and ``(b + c) (b + c)^T`` do the same.
+    ``b b^T - c c^T``, to which ``c c^T`` adds the rest. For an even number ``c`` is minus the mirror image of ``b``,
+    and ``b c^T`` and ``(b + c) (b + c)^T`` do the same.
     """
     real = (1, 0, -1, 0)
     b = [real[(m - taps // 2) % 4] for m in range(taps)]

@@ -355,8 +355,8 @@ def test_counted_multiply_adds(
 @pytest.mark.parametrize(
     ("rows", "channels", "kernel", "stride", "work_rows", "multiply_adds"),
     [
-        # 12 channels, 4 taps on an axis: (25 + 49) products of 12 x 12 x 64.
-        (64, 3, 7, 2, 12, 74 * 12 * 12 * 64),
+        # 12 channels, 4 taps on an axis: (34 + 64) products of 12 x 12 x 64.
+        (64, 3, 7, 2, 12, 98 * 12 * 12 * 64),
         # 12 channels, 2 taps on an axis.
         (64, 3, 4, 2, 12, 14 * 12 * 12 * 64),
         (2048, 512, 1, 1, 512, 2 * 512 * 512 * 2048),
