@@ -30,8 +30,9 @@ struct WeightView {
 };
 
 // A (points, span) matrix along one axis, whose rows 1, 2 | 3, 4 | ... are mirror images of each other, as the points
-// p:q and q:p are; row 0 is its own, and of an even number of rows the last stands alone. Stored by symmetry: even (1 + pairs, ceil(span / 2)) acts on sums of elements at
-// equal distance from both ends, odd (pairs, floor(span / 2)) on their differences. Identity: both null.
+// p:q and q:p are; row 0 is its own, and of an even number of rows the last stands alone. Stored by symmetry: even (1 +
+// pairs, ceil(span / 2)) acts on sums of elements at equal distance from both ends, odd (pairs, floor(span / 2)) on
+// their differences. Identity: both null.
 template <typename T>
 struct Factor {
   int64_t points, span;
