@@ -1,6 +1,8 @@
 // Every compiled op's schema, once; implementations register themselves per device key.
-#include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 #include <torch/library.h>
+
+#include "autograd.h"
 
 TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
   // Executes a lowered plan (csrc/lowered.h) for weights of one shape, strides and type: one loss per weight and, if
@@ -14,4 +16,11 @@ TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Compiled backends of ocnn_fused; importing it registers their ops.";
+  // Not an op: it only makes a node of autograd's graph, which no device and no tracer has a part in.
+  m.def("attach", [](const std::vector<at::Tensor>& weights, std::vector<at::Tensor> losses,
+                     std::vector<at::Tensor> grads, std::vector<int64_t> strides, std::vector<int64_t> dilations,
+                     std::vector<int64_t> paddings, std::vector<int64_t> groups) {
+    return ocnn_fused::attach(weights, std::move(losses), std::move(grads),
+                              {std::move(strides), std::move(dilations), std::move(paddings), std::move(groups)});
+  });
 }

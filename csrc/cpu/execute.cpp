@@ -180,8 +180,9 @@ class Device {
   void each_strip(const Window& window, const F& stage) const {
     int64_t work = 0;
     for (const BlockView<T>& view : blocks_) work += view.block->residues * grid_work(view.evaluation);
-    work *= std::min(kStrip, (window.channels() + kLanes - 1) / kLanes * kLanes);  // idle lanes cost as much
-    at::parallel_for(0, window.rows() * strips(window), grain(work), stage);
+    const Strips strips(window);
+    work *= std::min(kStrip, (strips.rows * window.channels() + kLanes - 1) / kLanes * kLanes);  // idle lanes cost too
+    at::parallel_for(0, strips.count(window), grain(work), stage);
   }
 
   const LoweredPlan& plan_;

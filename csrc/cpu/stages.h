@@ -1,6 +1,7 @@
 // The elementwise stages of a plan, compiled once per instruction set and chosen at run time.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -57,15 +58,22 @@ struct TapPairs {
   int64_t lags;
 };
 
-inline int64_t strips(const Window& window) { return (window.channels() + kStrip - 1) / kStrip; }
+// A strip is what evaluate and gather work on at once: up to kStrip channels of one row, or several rows of few
+// channels.
+struct Strips {
+  explicit Strips(const Window& window)
+      : rows(std::max<int64_t>(1, kStrip / window.channels())), across((window.channels() + kStrip - 1) / kStrip) {}
+  int64_t count(const Window& window) const { return (window.rows() + rows - 1) / rows * across; }
+  const int64_t rows, across;  // per strip, strips per row
+};
 
 // Stages that touch the weight. Ranges of work items let the caller split them over threads.
 template <typename S, typename T>
 struct WeightStages {
-  // V = E K on items [begin, end) of rows x strips.
+  // V = E K on strips [begin, end).
   void (*evaluate)(const WeightView<const S>&, const std::vector<BlockView<T>>&, const std::vector<Planes<T>>&,
                    const Window&, int64_t begin, int64_t end);
-  // dK = E^T G on items [begin, end) of rows x strips.
+  // dK = E^T G on strips [begin, end).
   void (*gather)(const WeightView<S>&, const std::vector<BlockView<T>>&, const std::vector<Planes<T>>&, const Window&,
                  int64_t begin, int64_t end);
   // The whole pass for kLanes groups at once: returns the loss of lane block `item`; writes dK if grad.data is set.

@@ -286,58 +286,116 @@ inline void store_taps(const T* buffer, int64_t lanes, const WeightView<S>& weig
   }
 }
 
-// Buffers of evaluate and gather for one strip: taps on one end of the evaluation matrix, planes on the other.
+// Copies `lanes` numbers; inline, because a few of them are often all there is.
 template <typename T>
-struct Strip {
-  int64_t weight_taps;
-  T* taps;  // one row more than there are: it is zero for evaluate and takes what belongs to no tap from gather
-  T* planes;
-  Grid<T> grid;
+inline void copy_lanes(const T* from, int64_t lanes, T* to) {
+  constexpr int64_t width = Vector<T>::width;
+  int64_t l = 0;
+  for (; l + width <= lanes; l += width) store(load(from + l), to + l);
+  for (; l < lanes; ++l) to[l] = from[l];
+}
+
+// One strip after the other, and the buffers for it: taps on one end of the evaluation matrix, planes on the other.
+// Lanes are the channels of its rows, one row after the other.
+template <typename T>
+class StripWorker {
+ public:
+  StripWorker(const std::vector<BlockView<T>>& blocks, int64_t weight_taps, const Window& window)
+      : window_(window), strips_(window), weight_taps_(weight_taps), grid_(memory_for(blocks)) {}
+
+  void select(int64_t item) {
+    const int64_t channels = window_.channels();
+    row_ = item / strips_.across * strips_.rows;
+    rows_ = std::min(strips_.rows, window_.rows() - row_);
+    channel_ = item % strips_.across * kStrip;
+    per_row_ = std::min(kStrip, channels - channel_);
+    padded_ = (rows_ * per_row_ + kLanes - 1) / kLanes * kLanes;
+  }
+
+  // Calls visit(pointer to the first channel in the weight, first lane, lanes) for every row.
+  template <typename S, typename F>
+  void each_row(const WeightView<S>& weight, const F& visit) const {
+    for (int64_t q = 0; q < rows_; ++q) {
+      visit(weight.row(window_.row_begin + row_ + q) + (window_.channel_begin + channel_) * weight.channel_stride,
+            q * per_row_, per_row_);
+    }
+  }
+
+  // Where lane 0 of a residue of plane 0 lies.
+  T* in_pool(const Planes<T>& pool, int64_t residue) const {
+    return pool.data + row_ * pool.row_stride + residue * window_.channels() + channel_;
+  }
+
+  // Whether all lanes lie side by side in the planes, and fill whole vectors there.
+  bool is_whole(const Planes<T>& pool) const {
+    return rows_ * per_row_ == padded_ && (rows_ == 1 || pool.row_stride == per_row_);
+  }
+
+  void to_pool(const T* row, const Planes<T>& pool, T* target) const {
+    for (int64_t q = 0; q < rows_; ++q) copy_lanes(row + q * per_row_, per_row_, target + q * pool.row_stride);
+  }
+
+  void from_pool(const Planes<T>& pool, const T* source, T* row) const {
+    for (int64_t q = 0; q < rows_; ++q) copy_lanes(source + q * pool.row_stride, per_row_, row + q * per_row_);
+  }
+
+  template <bool kToPoints>
+  void transform(const std::vector<Factor<T>>& factors) {
+    grid_.template transform_all<kToPoints>(factors, in.data(), out.data(), padded_);
+  }
+
+  T* taps() { return memory_; }
+  // One row more than there are taps: it is zero for evaluate and takes what belongs to no tap from gather.
+  T* tap_row(int64_t source) { return memory_ + (source < 0 ? weight_taps_ : source) * kStrip; }
+  T* plane_row(int64_t plane) { return tap_row(weight_taps_ + 1 + plane); }
+
   std::vector<const T*> in;
   std::vector<T*> out;
 
-  static Strip make(const std::vector<BlockView<T>>& blocks, int64_t weight_taps) {
+ private:
+  Grid<T> memory_for(const std::vector<BlockView<T>>& blocks) {
     int64_t rows = 1, planes = 1;
     for (const BlockView<T>& view : blocks) {
       rows = std::max(rows, Grid<T>::rows(view.evaluation));
       planes = std::max(planes, view.block->planes);
     }
-    T* memory = scratch<T>((weight_taps + 1 + planes) * kStrip + Grid<T>::elements(rows));
-    T* after_taps = memory + (weight_taps + 1) * kStrip;
-    Strip strip{weight_taps, memory, after_taps, Grid<T>(after_taps + planes * kStrip, rows), {}, {}};
-    strip.in.resize(rows);
-    strip.out.resize(rows);
-    return strip;
+    memory_ = scratch<T>((weight_taps_ + 1 + planes) * kStrip + Grid<T>::elements(rows));
+    in.resize(rows);
+    out.resize(rows);
+    return Grid<T>(plane_row(planes), rows);
   }
-  T* tap_row(int64_t source) { return taps + (source < 0 ? weight_taps : source) * kStrip; }
-  T* plane_row(int64_t plane) { return planes + plane * kStrip; }
+
+  const Window& window_;
+  const Strips strips_;
+  const int64_t weight_taps_;
+  T* memory_ = nullptr;
+  Grid<T> grid_;
+  int64_t row_ = 0, rows_ = 0, channel_ = 0, per_row_ = 0, padded_ = 0;
 };
 
 template <typename S, typename T>
 void evaluate(const WeightView<const S>& weight, const std::vector<BlockView<T>>& blocks,
               const std::vector<Planes<T>>& planes, const Window& window, int64_t begin, int64_t end) {
-  const int64_t channels = window.channels(), across = strips(window);
-  Strip<T> strip = Strip<T>::make(blocks, weight.taps);
+  StripWorker<T> strip(blocks, weight.taps, window);
   std::fill_n(strip.tap_row(-1), kStrip, T(0));
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t i = item / across, c = item % across * kStrip;
-    const int64_t lanes = std::min(kStrip, channels - c);
-    const int64_t padded = (lanes + kLanes - 1) / kLanes * kLanes;
-    const S* source = weight.row(window.row_begin + i) + (window.channel_begin + c) * weight.channel_stride;
-    load_taps(weight, source, lanes, strip.taps);
+    strip.select(item);
+    strip.each_row(weight, [&](const S* source, int64_t lane, int64_t lanes) {
+      load_taps(weight, source, lanes, strip.taps() + lane);
+    });
     for (const BlockView<T>& view : blocks) {
       const PlanBlock& block = *view.block;
       const Planes<T>& pool = planes[block.pool];
+      const bool whole = strip.is_whole(pool);
       for (int64_t r = 0; r < block.residues; ++r) {
         for (int64_t m = 0; m < block.taps; ++m) strip.in[m] = strip.tap_row(view.sources[r * block.taps + m]);
-        T* target = pool.data + i * pool.row_stride + r * channels + c;
-        const bool whole = lanes == padded;
+        T* target = strip.in_pool(pool, r);
         for (int64_t g = 0; g < block.planes; ++g) {
           strip.out[g] = whole ? target + view.plane_of[g] * pool.plane_stride : strip.plane_row(g);
         }
-        strip.grid.template transform_all<true>(view.evaluation, strip.in.data(), strip.out.data(), padded);
+        strip.template transform<true>(view.evaluation);
         for (int64_t g = 0; !whole && g < block.planes; ++g) {
-          std::copy_n(strip.out[g], lanes, target + view.plane_of[g] * pool.plane_stride);
+          strip.to_pool(strip.out[g], pool, target + view.plane_of[g] * pool.plane_stride);
         }
       }
     }
@@ -347,29 +405,25 @@ void evaluate(const WeightView<const S>& weight, const std::vector<BlockView<T>>
 template <typename S, typename T>
 void gather(const WeightView<S>& grad, const std::vector<BlockView<T>>& blocks, const std::vector<Planes<T>>& planes,
             const Window& window, int64_t begin, int64_t end) {
-  const int64_t channels = window.channels(), across = strips(window);
-  Strip<T> strip = Strip<T>::make(blocks, grad.taps);
+  StripWorker<T> strip(blocks, grad.taps, window);
   for (int64_t item = begin; item < end; ++item) {
-    const int64_t i = item / across, c = item % across * kStrip;
-    const int64_t lanes = std::min(kStrip, channels - c);
-    const int64_t padded = (lanes + kLanes - 1) / kLanes * kLanes;
+    strip.select(item);
     for (const BlockView<T>& view : blocks) {
       const PlanBlock& block = *view.block;
       const Planes<T>& pool = planes[block.pool];
       for (int64_t r = 0; r < block.residues; ++r) {
-        const T* source = pool.data + i * pool.row_stride + r * channels + c;
+        const T* source = strip.in_pool(pool, r);
         // Copied, because planes lie powers of two apart and would evict each other while they are read again.
         for (int64_t g = 0; g < block.planes; ++g) {
-          T* row = strip.plane_row(g);
-          std::copy_n(source + view.plane_of[g] * pool.plane_stride, lanes, row);
-          strip.in[g] = row;
+          strip.from_pool(pool, source + view.plane_of[g] * pool.plane_stride, strip.plane_row(g));
+          strip.in[g] = strip.plane_row(g);
         }
         for (int64_t m = 0; m < block.taps; ++m) strip.out[m] = strip.tap_row(view.sources[r * block.taps + m]);
-        strip.grid.template transform_all<false>(view.evaluation, strip.in.data(), strip.out.data(), padded);
+        strip.template transform<false>(view.evaluation);
       }
     }
-    S* target = grad.row(window.row_begin + i) + (window.channel_begin + c) * grad.channel_stride;
-    store_taps(strip.taps, lanes, grad, target);
+    strip.each_row(
+        grad, [&](S* target, int64_t lane, int64_t lanes) { store_taps(strip.taps() + lane, lanes, grad, target); });
   }
 }
 
@@ -385,9 +439,8 @@ struct Tile {
 
 template <typename T>
 inline void copy_tile(const Tile<T>& from, const Tile<T>& to) {
-  for (int64_t i = 0; i < from.rows; ++i) {
-    std::copy_n(from.data + i * from.stride, from.columns, to.data + i * to.stride);
-  }
+  for (int64_t i = 0; i < from.rows; ++i)
+    copy_lanes(from.data + i * from.stride, from.columns, to.data + i * to.stride);
 }
 
 // Of whole tiles.

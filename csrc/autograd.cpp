@@ -1,0 +1,83 @@
+#include "autograd.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <utility>
+
+namespace ocnn_fused {
+namespace {
+
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Passed by pointer, so that autograd does not take the tensors in it for inputs.
+struct Known {
+  std::vector<at::Tensor> losses, grads;
+  Geometry geometry;
+};
+
+// Gradients that autograd can differentiate again, by the reference formula.
+std::vector<at::Tensor> differentiable_grads(at::TensorList weights, const c10::IValue& geometry) {
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ocnn_fused::differentiable_grads", "")
+                             .typed<std::vector<at::Tensor>(at::TensorList, at::IntArrayRef, at::IntArrayRef,
+                                                            at::IntArrayRef, at::IntArrayRef)>();
+  const auto lists = geometry.toTupleRef().elements();
+  return op.call(weights, lists[0].toIntVector(), lists[1].toIntVector(), lists[2].toIntVector(),
+                 lists[3].toIntVector());
+}
+
+// Whether vmap runs this backward (is_grads_batched), with several scales in one.
+bool is_batched(const at::Tensor& scale) {
+  constexpr c10::DispatchKeySet batched({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
+  return scale.defined() && scale.key_set().has_any(batched);
+}
+
+class OrthLoss : public torch::autograd::Function<OrthLoss> {
+ public:
+  static variable_list forward(AutogradContext* context, at::TensorList weights, Known* known) {
+    auto& [strides, dilations, paddings, groups] = known->geometry;
+    context->set_materialize_grads(false);
+    context->save_for_backward(weights.vec());
+    // Our own memory, not a part of the graph: hooks do not see it.
+    context->saved_data["grads"] = std::move(known->grads);
+    context->saved_data["geometry"] =
+        std::make_tuple(std::move(strides), std::move(dilations), std::move(paddings), std::move(groups));
+    return std::move(known->losses);
+  }
+
+  static variable_list backward(AutogradContext* context, variable_list scales) {
+    const variable_list weights = context->get_saved_variables();
+    std::vector<at::Tensor> grads;
+    bool in_place = false;
+    if (at::GradMode::is_enabled()) {
+      grads = differentiable_grads(weights, context->saved_data["geometry"]);
+    } else {
+      grads = context->saved_data["grads"].toTensorVector();
+      // Nobody asks again: scaling in place saves a copy of every gradient.
+      in_place = !torch::autograd::get_current_graph_task_keep_graph() &&
+                 std::none_of(scales.begin(), scales.end(), is_batched);
+      if (in_place) context->saved_data.erase("grads");
+    }
+    variable_list result(weights.size() + 1);  // the last for what is not a weight
+    for (size_t w = 0; w < weights.size(); ++w) {
+      if (!context->needs_input_grad(w) || !scales[w].defined()) continue;
+      // The scales are 0-dim, so they do not promote the gradients' dtype.
+      result[w] = in_place ? grads[w].mul_(scales[w]) : grads[w].mul(scales[w]);
+    }
+    return result;
+  }
+};
+
+}  // namespace
+
+std::vector<at::Tensor> attach(const std::vector<at::Tensor>& weights, std::vector<at::Tensor> losses,
+                               std::vector<at::Tensor> grads, Geometry geometry) {
+  Known known{std::move(losses), std::move(grads), std::move(geometry)};
+  return OrthLoss::apply(at::TensorList(weights), &known);
+}
+
+}  // namespace ocnn_fused
