@@ -1,6 +1,5 @@
 #include "autograd.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -19,15 +18,9 @@ struct Known {
   Geometry geometry;
 };
 
-// Gradients that autograd can differentiate again, by the reference formula.
-std::vector<at::Tensor> differentiable_grads(at::TensorList weights, const c10::IValue& geometry) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("ocnn_fused::differentiable_grads", "")
-                             .typed<std::vector<at::Tensor>(at::TensorList, at::IntArrayRef, at::IntArrayRef,
-                                                            at::IntArrayRef, at::IntArrayRef)>();
-  const auto lists = geometry.toTupleRef().elements();
-  return op.call(weights, lists[0].toIntVector(), lists[1].toIntVector(), lists[2].toIntVector(),
-                 lists[3].toIntVector());
+DifferentiableGrads& differentiable_grads() {
+  static auto* formula = new DifferentiableGrads;  // never destroyed: Python may be gone by then
+  return *formula;
 }
 
 // Whether vmap runs this backward (is_grads_batched), with several scales in one.
@@ -54,7 +47,9 @@ class OrthLoss : public torch::autograd::Function<OrthLoss> {
     std::vector<at::Tensor> grads;
     bool in_place = false;
     if (at::GradMode::is_enabled()) {
-      grads = differentiable_grads(weights, context->saved_data["geometry"]);
+      const auto lists = context->saved_data["geometry"].toTupleRef().elements();
+      grads = differentiable_grads()(
+          weights, {lists[0].toIntVector(), lists[1].toIntVector(), lists[2].toIntVector(), lists[3].toIntVector()});
     } else {
       grads = context->saved_data["grads"].toTensorVector();
       // Nobody asks again: scaling in place saves a copy of every gradient.
@@ -73,6 +68,8 @@ class OrthLoss : public torch::autograd::Function<OrthLoss> {
 };
 
 }  // namespace
+
+void set_differentiable_grads(DifferentiableGrads formula) { differentiable_grads() = std::move(formula); }
 
 std::vector<at::Tensor> attach(const std::vector<at::Tensor>& weights, std::vector<at::Tensor> losses,
                                std::vector<at::Tensor> grads, Geometry geometry) {

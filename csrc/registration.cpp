@@ -23,4 +23,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return ocnn_fused::attach(weights, std::move(losses), std::move(grads),
                               {std::move(strides), std::move(dilations), std::move(paddings), std::move(groups)});
   });
+  m.def("set_differentiable_grads", [](pybind11::function formula) {
+    ocnn_fused::set_differentiable_grads(
+        [formula = std::move(formula)](const std::vector<at::Tensor>& weights, const ocnn_fused::Geometry& geometry) {
+          const pybind11::gil_scoped_acquire python;
+          return formula(weights, geometry.strides, geometry.dilations, geometry.paddings, geometry.groups)
+              .cast<std::vector<at::Tensor>>();
+        });
+  });
 }

@@ -119,10 +119,8 @@ def _differentiable_grads(
     return grads
 
 
-_library.define(
-    "differentiable_grads(Tensor[] weights, int[] strides, int[] dilations, int[] paddings, int[] groups) -> Tensor[]"
-)
-_library.impl("differentiable_grads", _differentiable_grads, "CompositeImplicitAutograd")
+if _extension.module is not None:
+    _extension.module.set_differentiable_grads(_differentiable_grads)
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
