@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -334,6 +335,32 @@ def test_precision_follows_torch() -> None:
             torch.set_float32_matmul_precision(setting)
             assert resolve_precision(None) == expected
             assert resolve_precision("tf32x3") == "tf32x3"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.fixture
+def newer_setting() -> Iterator[Any]:
+    """Settings of products by backend, put back as they were."""
+    setting = torch.backends.cuda.matmul
+    before = getattr(setting, "fp32_precision", None)
+    if before is None:
+        pytest.skip("this torch has only set_float32_matmul_precision")
+    yield setting
+    setting.fp32_precision = before
+
+
+@pytest.mark.parametrize(
+    ("older", "newer", "expected"),
+    [("highest", "tf32", "tf32"), ("high", "ieee", "ieee"), ("medium", "tf32", "bf16"), ("highest", "ieee", "ieee")],
+)
+def test_precision_follows_the_newer_setting_too(older: str, newer: str, expected: str, newer_setting: Any) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(older)
+    try:
+        newer_setting.fp32_precision = newer
+        assert resolve_precision(None) == expected
+        assert resolve_precision("tf32x3") == "tf32x3"
     finally:
         torch.set_float32_matmul_precision(before)
 

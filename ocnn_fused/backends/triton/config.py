@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
-import torch
+from ..precision import matmul_precision
 
 Precision = Literal["ieee", "tf32x3", "tf32", "bf16"]
 Launch = Literal["auto", "single", "staged"]
@@ -72,9 +72,9 @@ ELEMENTWISE_WARPS, ELEMENTWISE_STAGES = 4, 3
 
 
 def resolve_precision(precision: str | None) -> Precision:
-    """The precision asked for, or what ``torch.get_float32_matmul_precision()`` means."""
+    """The precision asked for, or what torch's own setting means."""
     if precision is None:
-        return _BY_TORCH_SETTING[torch.get_float32_matmul_precision()]
+        return _BY_TORCH_SETTING[matmul_precision()]
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
     return precision  # type: ignore[return-value]
