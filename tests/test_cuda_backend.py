@@ -6,7 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -130,6 +132,70 @@ def test_launches_count_the_products() -> None:
     assert cuda.launches(plan_named(Case((8, 9)), "gram/row")) == 4  # product, mix, product, loss
     assert cuda.launches(plan_named(Case((8, 9, 3, 3)), "toom/row")) == 9  # two batches, one of them applied twice
     assert cuda.launches(plan_named(Case((8, 1, 3), groups=8), "small/row")) == 2
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Precision
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def settings() -> Iterator[Any]:
+    """torch's two settings of the precision of products, put back as they were."""
+    setting = torch.backends.cuda.matmul
+    older, newer = torch.get_float32_matmul_precision(), getattr(setting, "fp32_precision", None)
+    yield setting
+    if newer is not None:
+        setting.fp32_precision = newer
+    torch.set_float32_matmul_precision(older)
+
+
+def precisions_chosen_for(monkeypatch: pytest.MonkeyPatch, **options: str) -> set[str]:
+    """The precisions that a run of the backend chooses plans for; its ops run on the CPU here."""
+    seen: set[str] = set()
+    monkeypatch.setattr(cuda, "choose_plan", lambda plan, dtype, spec, precision: (seen.add(precision), plan)[1])
+    case = Case((6, 5, 3))
+    cuda.run([case.random(0, torch.float32)], [candidates(case)[0]], True, **options)
+    return seen
+
+
+@pytest.mark.parametrize(("setting", "precision"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
+def test_products_follow_torch(setting: str, precision: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS has no bfloat16 products of float32 operands: medium is TF32 there."""
+    torch.set_float32_matmul_precision(setting)
+    assert precisions_chosen_for(monkeypatch) == precisions_chosen_for(monkeypatch, precision=precision) == {precision}
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.backends.cuda.matmul, "fp32_precision"),
+    reason="this torch has only set_float32_matmul_precision",
+)
+@pytest.mark.parametrize(("newer", "expected"), [("tf32", "tf32"), ("ieee", "ieee")])
+def test_products_follow_the_newer_setting(
+    newer: str, expected: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_float32_matmul_precision("highest" if newer == "tf32" else "high")
+    settings.fp32_precision = newer
+    assert precisions_chosen_for(monkeypatch) == {expected}
+
+
+@pytest.mark.parametrize(
+    ("setting", "precision", "message"),
+    [
+        ("high", "ieee", r"setting 'high', got 'ieee'; torch\.set_float32_matmul_precision\('highest'\) changes it"),
+        ("highest", "tf32", r"setting 'highest', got 'tf32'; torch\.set_float32_matmul_precision\('high'\) changes it"),
+        ("highest", "tf32x3", "precision must be None, 'ieee' or 'tf32' for backend 'cuda', got 'tf32x3'"),
+        ("medium", "bf16", "precision must be None, 'ieee' or 'tf32' for backend 'cuda', got 'bf16'"),
+    ],
+)
+def test_a_precision_that_torch_is_not_set_to(
+    setting: str, precision: str, message: str, settings: Any, whole: pytest.MonkeyPatch
+) -> None:
+    """Through the public function, as if the CPU were a GPU: the option must reach the backend."""
+    whole.setattr(cuda, "unavailable_reason", lambda device: None)
+    torch.set_float32_matmul_precision(setting)
+    with pytest.raises(ValueError, match=message):
+        fused_orth_loss(torch.eye(4), backend="cuda", precision=precision)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

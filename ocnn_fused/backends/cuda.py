@@ -1,4 +1,4 @@
-"""The compiled CUDA backend: matrix products by cuBLAS through ATen, three small kernels for the rest (csrc/cuda).
+"""The compiled CUDA backend: matrix products by cuBLAS through ATen, kernels of its own for the rest (csrc/cuda).
 
 It runs where Triton does not, and needs no Python between its launches. Products follow PyTorch's own settings
 (``torch.set_float32_matmul_precision``); half weights are read as they are and computed in float32.
@@ -18,11 +18,15 @@ from torch import Tensor
 from .. import _extension
 from ..plan import Plan
 from .lowering import accumulation_dtype, batches, run_buckets
+from .precision import matmul_precision
 from .triton.availability import missing_gpu
 from .triton.model import GPU_RATES, DeviceSpec, plan_seconds, spec_of
 
 #: Unlike Triton's, launches are not shared by all layers.
 RATES = replace(GPU_RATES, name="cuda", launch=4e-6)
+
+#: Further arguments of :func:`run` that the public functions pass on.
+OPTIONS = ("precision",)
 
 #: Shared memory of a thread block, kSharedBytes in csrc/cuda/kernels.cuh, and what sums of the loss take of it.
 _SHARED_BYTES = 48 << 10
@@ -99,8 +103,25 @@ def choose_plan(plan: Plan, dtype: torch.dtype, spec: DeviceSpec, precision: str
     return min(candidates, key=lambda one: plan_seconds(one, spec, precision) + spec.launch * launches(one))
 
 
-def run(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
+def products_precision(precision: str | None = None) -> str:
+    """How cuBLAS computes float32 products, "ieee" or "tf32": as PyTorch is set; ``precision`` can only confirm it."""
+    setting = matmul_precision()
+    current = "ieee" if setting == "highest" else "tf32"
+    if precision not in (None, "ieee", "tf32"):
+        raise ValueError(f"precision must be None, 'ieee' or 'tf32' for backend 'cuda', got {precision!r}")
+    if precision not in (None, current):
+        raise ValueError(
+            f"precision must be None or {current!r} for backend 'cuda', whose products follow PyTorch's setting "
+            f"{setting!r}, got {precision!r}; torch.set_float32_matmul_precision("
+            f"{'highest' if precision == 'ieee' else 'high'!r}) changes it"
+        )
+    return current
+
+
+def run(
+    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool, *, precision: str | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
     spec = spec_of(weights[0].device)
-    precision = spec.native_precision("ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32")
-    chosen = [choose_plan(plan, weight.dtype, spec, precision) for weight, plan in zip(weights, plans, strict=True)]
+    native = spec.native_precision(products_precision(precision))
+    chosen = [choose_plan(plan, weight.dtype, spec, native) for weight, plan in zip(weights, plans, strict=True)]
     return run_buckets(weights, chosen, with_grad)
