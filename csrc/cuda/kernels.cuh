@@ -408,14 +408,14 @@ __global__ void __launch_bounds__(kMixThreads, kBlocksPerProcessor* kThreads / k
   });
   __syncthreads();
 
-  // Half of the threads for each part.
-  const int part = threadIdx.x / (kArea / kTileEach) / 2;
-  const bool takes_symmetric = threadIdx.x / (kArea / kTileEach) % 2 == 0;
-  if (takes_symmetric) {
-    combine<kTile>(mix.symmetric, mix.lags, mix.outputs, sum, symmetric, part, kParts / 2);
-  } else {
-    combine<kTile>(mix.antisymmetric, mix.lags - 1, mix.outputs, difference, antisymmetric, part, kParts / 2);
-  }
+  // Half of the warps take the symmetric part, half the antisymmetric one, which has no lag 0.
+  static_assert(kMixThreads / 2 % kWarp == 0, "a warp would work on both parts, one after the other");
+  const bool takes_symmetric = threadIdx.x < kMixThreads / 2;
+  const int part = threadIdx.x / (kArea / kTileEach) % (kParts / 2), lags = takes_symmetric ? mix.lags : mix.lags - 1;
+  T* of_outputs = takes_symmetric ? sum : difference;
+  T* of_lags = takes_symmetric ? symmetric : antisymmetric;
+  combine<kTile>(takes_symmetric ? mix.symmetric : mix.antisymmetric, lags, mix.outputs, of_outputs, of_lags, part,
+                 kParts / 2);
   __syncthreads();
 
   // One entry stands for (i, j) and (j, i): weight 2 for lag 0 and 4 for a lag and its negative. A tile on the diagonal
@@ -430,11 +430,8 @@ __global__ void __launch_bounds__(kMixThreads, kBlocksPerProcessor* kThreads / k
   if (threadIdx.x == 0) partials[blockIdx.x] = on_diagonal ? loss / 2 : loss;
   if (!with_grad) return;
 
-  if (takes_symmetric) {
-    combine<kTile>(mix.symmetric_t, mix.outputs, mix.lags, symmetric, sum, part, kParts / 2);
-  } else {
-    combine<kTile>(mix.antisymmetric_t, mix.outputs, mix.lags - 1, antisymmetric, difference, part, kParts / 2);
-  }
+  combine<kTile>(takes_symmetric ? mix.symmetric_t : mix.antisymmetric_t, mix.outputs, lags, of_lags, of_outputs, part,
+                 kParts / 2);
   __syncthreads();
   each(mix.outputs, [&](int o, int i, int j, int here, int mirrored) {
     T* matrix = x + (o * groups + group) * side * side;
