@@ -41,6 +41,7 @@ class Arena {
 // One plan and the weights it is for, all of one shape, strides and type: they are stacked as if they were more groups.
 // S is the weights' type, T the type of everything computed. A Device has
 //   kPlaneBytes, kNarrowestChunk, kChunkMultiple                         how much is worked on at once
+//   kCopiedBytes                                                         see flat_
 //   at::Tensor workspace(int64_t bytes)                                  memory with undefined contents
 //   void zero(T*, int64_t elements)
 //   void evaluate(const std::vector<Planes<T>>&, const Window&)          V = E K, one entry per pool
@@ -59,7 +60,8 @@ class Pipeline {
         groups_(static_cast<int64_t>(weights.size()) * plan.groups),
         side_(plan.column ? channels_ * plan.pools[0].residues : rows_),
         flat_(plan.flat && std::is_same_v<S, T> && weights[0].is_contiguous() &&
-              (grads.empty() || grads[0].is_contiguous())),
+              (grads.empty() || grads[0].is_contiguous()) &&
+              (weights.size() == 1 || static_cast<int64_t>(weights[0].nbytes()) > Device::kCopiedBytes)),
         pools_(plan.pools.size()) {
     int64_t products = 0;
     for (const PlanRun& run : plan.runs) {
@@ -80,7 +82,7 @@ class Pipeline {
     Arena arena(static_cast<char*>(memory.data_ptr()));
     lay_out(arena);
     for (group_ = 0; group_ < groups_; group_ += span_now_) {
-      // The planes of a flat plan are the weight itself, so a span must not reach into the next one.
+      // Where the planes are the weight itself a span must not reach into the next one.
       span_now_ = std::min(span_, flat_ ? plan_.groups - group_ % plan_.groups : groups_ - group_);
       for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
         select(chunk);
@@ -135,7 +137,7 @@ class Pipeline {
     }
   }
 
-  // The planes of a flat plan are the weight and its gradient themselves.
+  // Planes that are the weight and its gradient themselves.
   void point_at_weight() {
     if constexpr (std::is_same_v<S, T>) {
       const int64_t weight = group_ / plan_.groups, offset = group_ % plan_.groups * rows_ * weights_[0].stride(0);
@@ -280,7 +282,7 @@ class Pipeline {
   const at::TensorList weights_, grads_;
   const int64_t rows_, channels_, groups_;  // per group, per group, of all weights
   const int64_t side_;
-  const bool flat_;
+  const bool flat_;  // the weight itself serves as planes, unless several are so small that a copy of all is cheaper
   std::vector<Pool> pools_;
   bool sums_ = false, accumulates_ = false, interleaved_ = false;
   int64_t span_ = 1, chunk_ = 1, chunks_ = 1;

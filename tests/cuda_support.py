@@ -89,8 +89,12 @@ def compile_ops(folder: Path) -> Path:
     launch = "cuda_host::launch(1, geometry.blocks, geometry.threads, geometry.shared_bytes, kernel, arguments...);"
     source, launches = re.subn(r"kernel<<<[\s\S]*?>>>\(arguments\.\.\.\);", launch, source)
     assert launches == 1, "orth_cuda.cu no longer launches its kernels in one place"
-    # Little memory, so that weights are worked on in pieces.
-    for allowed, less in (("kPlaneBytes = int64_t{128} << 20", "kPlaneBytes = 1 << 14"), ("Chunk = 512", "Chunk = 32")):
+    # Little memory, so that small weights are worked on as large ones are.
+    for allowed, less in {
+        "kPlaneBytes = int64_t{128} << 20": "kPlaneBytes = 1 << 14",
+        "kNarrowestChunk = 512": "kNarrowestChunk = 32",
+        "kCopiedBytes = int64_t{1} << 20": "kCopiedBytes = 1 << 10",
+    }.items():
         assert source.count(allowed) == 1
         source = source.replace(allowed, less)
     (folder / "orth_cuda.cpp").write_text(source)

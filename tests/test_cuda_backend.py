@@ -217,7 +217,7 @@ def test_ops_executed_on_the_cpu(tmp_path: Path) -> None:
         timeout=900,
     )
     assert process.returncode == 0, process.stderr
-    assert process.stdout.count("passed") == 13
+    assert process.stdout.count("passed") == 14
 
 
 @pytest.mark.parametrize(("name", "case"), [pytest.param(*kind, marks=on_a_gpu, id=str(kind[1])) for kind in KINDS])

@@ -79,6 +79,7 @@ class Device {
   static constexpr int64_t kPlaneBytes = int64_t{8} << 20;
   static constexpr int64_t kNarrowestChunk = 128;
   static constexpr int64_t kChunkMultiple = kLanes;
+  static constexpr int64_t kCopiedBytes = 0;  // a call of the BLAS costs less than a copy
 
   Device(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, const at::Tensor& tables,
          const at::Tensor& constants)

@@ -85,6 +85,8 @@ class Device {
   static constexpr int64_t kPlaneBytes = int64_t{128} << 20;
   static constexpr int64_t kNarrowestChunk = 512;
   static constexpr int64_t kChunkMultiple = kWarp;
+  // Copying so much four times, to planes and back from gradients, takes no longer than the launches it saves.
+  static constexpr int64_t kCopiedBytes = int64_t{1} << 20;
 
   Device(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, const at::Tensor& tables,
          const at::Tensor& constants)

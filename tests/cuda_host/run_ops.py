@@ -72,6 +72,27 @@ def check(name: str, case: Case, dtype: torch.dtype, count: int, layout: str) ->
         assert worst <= TOLERANCES[dtype], (name, str(case), dtype, layout, worst)
 
 
+def times(stage: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """How often a stage runs for seven equal weights."""
+    case = Case(shape)
+    weights = [case.random(seed, dtype) for seed in range(7)]
+    lowered = lowering.lower(plan_named(case, "gram/row"), lowering.accumulation_dtype(dtype))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        call(torch.ops.ocnn_fused.execute_plan.default, weights, *lowered, True)
+    return sum(event.name == f"ocnn_fused::{stage}" for event in profile.events())
+
+
+def check_batches() -> None:
+    """Small equal weights share their launches, also where the weight itself could serve as planes; large ones do not.
+
+    The library was compiled to work on 16 KB at once, and to copy weights of up to 1 KB.
+    """
+    for dtype in (torch.float32, torch.float16):
+        assert [times(stage, (8, 8), dtype) for stage in ("evaluate", "gram", "mix", "gather")] == [1, 1, 1, 1]
+    assert [times(stage, (16, 17), torch.float32) for stage in ("evaluate", "gram", "mix", "gather")] == [0, 7, 7, 0]
+    print("batches passed")
+
+
 if __name__ == "__main__":
     torch.ops.load_library(sys.argv[1])
     torch.use_deterministic_algorithms(True)  # fresh memory holds NaN
@@ -80,3 +101,4 @@ if __name__ == "__main__":
             for layout in ("contiguous", "reversed", "gaps") if count < 60 else ("contiguous",):
                 check(name, case, dtype, count, layout)
         print(name, case, "passed", flush=True)
+    check_batches()
