@@ -9,6 +9,7 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ocnn_fused.backends import lowering
 from ocnn_fused.plan import Plan, make_plan, reduce_axis
@@ -145,3 +146,41 @@ def test_one_call_takes_weights_of_one_shape_only() -> None:
     weights = [torch.randn(8, 4, 3, 3), torch.randn(4, 8, 3, 3).transpose(0, 1)]
     with pytest.raises(ValueError, match="same shape, strides, type and device"):
         torch.ops.ocnn_fused.execute_plan(weights, *lowered, True)
+
+
+class _Allocations(TorchDispatchMode):
+    """Tensors on other devices than the CPU that the current thread makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.made += [result] if isinstance(result, torch.Tensor) and result.device.type != "cpu" else []
+        return result
+
+
+@pytest.mark.parametrize("small", [False, True])
+def test_tables_of_a_gpu_are_kept_and_belong_to_no_graph(small: bool) -> None:
+    """A CUDA graph owns what its thread allocates meanwhile, and reads its tables as long as it lives."""
+
+    def lowered(groups: int) -> tuple[torch.Tensor, ...]:
+        best = make_plan(2, 1, (reduce_axis(2, 1, 1, None),), groups)
+        plan = next(one for one in (best, *best.alternatives) if one.small == small)
+        return lowering.lower_small(plan, "meta") if small else lowering.lower(plan, torch.float32, "meta")
+
+    with _Allocations() as allocations:
+        layout, *tables = lowered(1)
+    assert not allocations.made
+    assert layout.device.type == "cpu"
+    assert all(table.device.type == "meta" for table in tables)
+    for groups in range(2, 1100):  # more than are kept on the CPU
+        lowered(groups)
+    assert all(one is other for one, other in zip(tables, lowered(1)[1:], strict=True))
+
+
+def test_tables_on_the_cpu_whatever_the_default_device() -> None:
+    plan = make_plan(1001, 6, (reduce_axis(3, 1, 1, None),))  # that no other test has lowered
+    with torch.device("meta"):
+        assert {tensor.device.type for tensor in lowering.lower(plan, torch.float32)} == {"cpu"}

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -141,9 +142,34 @@ def _mix(plan: Plan, output: Sequence[int], constants: _Constants) -> list[int]:
     return [constants.add(matrix) for matrix in (*forward, *backward)]  # lag 0 has no antisymmetric part
 
 
-@lru_cache(maxsize=1024)
+#: On GPUs, by device, function that made them and its arguments. Never dropped: captured graphs may still read them.
+_copies: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
+
+
+def _copied(device: torch.device | str, make: Callable[..., tuple[Tensor, ...]], *key: Any) -> tuple[Tensor, ...]:
+    """The first of the CPU tensors that ``make(*key)`` returns, and all of them on the device."""
+    device = torch.device(device)
+    if device.type == "cpu":
+        made = make(*key)
+        return made[0], *made
+    found = _copies.get((device, make, *key))
+    if found is None:
+        # What this thread allocates may belong to a CUDA graph, which is being warmed up or captured; use another one.
+        with ThreadPoolExecutor(1) as thread:
+            made = make(*key)
+            there = thread.submit(lambda: [tensor.to(device) for tensor in made]).result()
+        found = _copies.setdefault((device, make, *key), (made[0], *there))
+    return found
+
+
 def lower(plan: Plan, dtype: torch.dtype, device: torch.device | str = "cpu") -> Lowered:
     """The plan for weights that are computed in ``dtype`` on ``device``."""
+    return Lowered(*_copied(device, _numbers, plan, dtype))
+
+
+@lru_cache(maxsize=1024)
+def _numbers(plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Layout and constants of :class:`Lowered`, on the CPU."""
     constants = _Constants()
     pools, runs, output = batches(plan)
     layout = [plan.groups, plan.side == "column", plan.is_flat, plan.outputs, len(plan.lags), plan.offset]
@@ -169,9 +195,8 @@ def lower(plan: Plan, dtype: torch.dtype, device: torch.device | str = "cpu") ->
     layout.append(len(runs))
     for run in runs:
         layout += [run.block, run.left, run.right, run.out, run.count, run.summed]
-    layout_tensor = torch.tensor(layout, dtype=torch.int64)
-    values = torch.tensor(constants.values, dtype=torch.float64).to(device, dtype)
-    return Lowered(layout_tensor, layout_tensor.to(device), values)
+    values = torch.tensor(constants.values, dtype=torch.float64, device="cpu").to(dtype)
+    return torch.tensor(layout, dtype=torch.int64, device="cpu"), values
 
 
 class LoweredSmall(NamedTuple):
@@ -181,8 +206,14 @@ class LoweredSmall(NamedTuple):
     tables: Tensor  # the same numbers where the weights are
 
 
-@lru_cache(maxsize=1024)
 def lower_small(plan: Plan, device: torch.device | str = "cpu") -> LoweredSmall:
+    """The plan for weights on ``device``."""
+    return LoweredSmall(*_copied(device, _small_numbers, plan))
+
+
+@lru_cache(maxsize=1024)
+def _small_numbers(plan: Plan) -> tuple[Tensor]:
+    """The layout of :class:`LoweredSmall`, on the CPU."""
     by_lag: list[list[tuple[int, int]]] = [[] for _ in range(plan.outputs)]
     for block, left, right, out in plan.products:
         by_lag[out] += [(source[left], source[right]) for source in plan.blocks[block].sources]
@@ -198,8 +229,7 @@ def lower_small(plan: Plan, device: torch.device | str = "cpu") -> LoweredSmall:
     layout += itertools.accumulate(map(len, by_lag), initial=0)
     layout += [number for terms in by_tap for term in terms for number in term]
     layout += itertools.accumulate(map(len, by_tap), initial=0)
-    numbers = torch.tensor(layout, dtype=torch.int64)
-    return LoweredSmall(numbers, numbers.to(device))
+    return (torch.tensor(layout, dtype=torch.int64, device="cpu"),)
 
 
 def run_buckets(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
