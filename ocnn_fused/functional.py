@@ -51,9 +51,10 @@ def fused_orth_loss(
         padding: None keeps every lag (``floor((k-1)/S)*S``, the paper's); a smaller multiple of the stride keeps fewer.
         squared: False returns the Frobenius norm, whose gradient at zero is zero.
         side: "row" or "column" forces the Gram side that is worked on; the value is the same, the cost is not.
-        backend: None chooses by device; "cpu", "triton" or "torch" forces one.
+        backend: None chooses by device; "cpu", "triton", "cuda" or "torch" forces one.
         precision: of the matrix products on a GPU: "ieee", "tf32x3", "tf32" or "bf16"; None follows
-            ``torch.get_float32_matmul_precision()``. Everything else is float32.
+            PyTorch's setting of float32 products, and so does backend "cuda" always: there another one is an error.
+            Everything else is float32.
         launch: "single" does everything in one kernel launch on a GPU, "staged" in at most five, None chooses.
 
     Returns:

@@ -1,4 +1,5 @@
-// Every kernel of csrc/cuda/kernels.cuh for every type it is launched with; compiled, never run, by tests.
+// Every kernel of csrc/cuda/kernels.cuh, with the toolkit's own half types in place of torch's; compiled by tests for
+// every architecture, never run. What is shipped is checked by tools/cuda_build.py.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
