@@ -2,10 +2,11 @@
 
 Environment:
     OCNN_FUSED_BUILD_EXTENSION=0  pure Python package, needs neither torch nor a compiler
-    OCNN_FUSED_CUDA=0 or 1        without the CUDA backend, or not without it; by default it is built if torch is a CUDA
-                                  build and a toolkit is found, whether or not there is a GPU
-    CUDA_HOME=folder              the toolkit; by default that of the nvcc on PATH
-    TORCH_CUDA_ARCH_LIST=list     GPUs to build for, for instance "8.0;9.0+PTX"; by default all that CUDA version has
+    OCNN_FUSED_CUDA=0 or 1        without the CUDA backend, or fail if it cannot be built; by default it is built if torch
+                                  is a CUDA build and a toolkit is found, whether or not there is a GPU
+    CUDA_HOME=folder              the toolkit; by default that of the nvcc on PATH, else /usr/local/cuda
+    TORCH_CUDA_ARCH_LIST=list     GPUs to build for, for instance "8.0;9.0+PTX"; by default those of ARCHITECTURES in
+                                  tools/cuda_toolkit.py that both CUDA versions know, the newest also as PTX
     OCNN_FUSED_SANITIZE=list      debug build for ``-fsanitize=list``, see ``make sanitize``
     MAX_JOBS=n                    compilers at once; by default as many as cores and memory allow
 """
@@ -17,6 +18,7 @@ import re
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ import cuda_toolkit  # noqa: E402
 from cuda_toolkit import Toolkit  # noqa: E402
 
 BYTES_PER_JOB = 2 << 30  # what one compiler needs for torch's headers, generously
+STANDARD = "-std=c++20"  # of our code; older versions of torch would ask for less
 WITHOUT_CUDA = "set OCNN_FUSED_CUDA=0 to build without the CUDA backend"
 
 
@@ -48,13 +51,36 @@ def require_tools() -> None:
 def limit_jobs() -> None:
     """Set MAX_JOBS from the cores we may use and the memory we can have, unless the user did."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        # Not what is free: the cache of files, which Linux fills the rest with, counts as available.
-        kilobytes = re.search(r"MemAvailable:\s+(\d+)", Path("/proc/meminfo").read_text())
-    except OSError:
-        kilobytes = None
-    fitting = int(kilobytes[1]) * 1024 // BYTES_PER_JOB if kilobytes else cores
+    fitting = min((memory // BYTES_PER_JOB for memory in memory_limits()), default=cores)
     os.environ.setdefault("MAX_JOBS", str(max(1, min(cores, fitting))))
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[int]:
+    """Bytes that the machine has left, and that its control groups (containers) allow this process."""
+    # Not what is free: the cache of files, which Linux fills the rest with, counts as available.
+    if kilobytes := re.search(r"MemAvailable:\s+(\d+)", text_of(root / "proc/meminfo")):
+        yield int(kilobytes[1]) * 1024
+    mounted = root / "sys/fs/cgroup"
+    for line in text_of(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "memory" in controllers.split(","):  # version 2, version 1
+            top, name = (mounted / "memory", "memory.limit_in_bytes") if controllers else (mounted, "memory.max")
+            group = top / path.lstrip("/")
+            # A limit binds the groups below it. Within a container only the top may be visible.
+            for folder in (group, *group.parents):
+                limit = text_of(folder / name).strip()
+                if limit.isdigit():
+                    yield int(limit)
+                if folder == top:
+                    break
+
+
+def text_of(path: Path) -> str:
+    """Of a file that may not be there."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def find_ninja() -> None:
@@ -135,10 +161,10 @@ def version() -> str:
 
 
 def flags() -> tuple[list[str], list[str]]:
-    """Compiler and linker flags; torch adds the -std its headers need."""
+    """Compiler and linker flags."""
     # at::parallel_for is an inline function: compiled without OpenMP it would run on one thread.
     common = ["-fopenmp"]
-    compile_only = ["-fvisibility=hidden", "-Wall", "-Wextra"]
+    compile_only = [STANDARD, "-fvisibility=hidden", "-Wall", "-Wextra"]
     sanitizers = os.environ.get("OCNN_FUSED_SANITIZE", "")
     if sanitizers:
         common.append(f"-fsanitize={sanitizers}")
@@ -149,11 +175,11 @@ def flags() -> tuple[list[str], list[str]]:
     return common + compile_only, common
 
 
-def nvcc_flags(files: int) -> list[str]:
-    """Flags of nvcc, which compiles for several architectures at once where there are more cores than files."""
+def nvcc_flags(cuda_files: int, other_files: int) -> list[str]:
+    """Flags of nvcc, which compiles for several architectures at once if jobs are left while all files are compiled."""
     jobs = os.environ["MAX_JOBS"]
-    threads = max(1, int(jobs) // max(1, files)) if jobs.isdigit() else 1
-    return ["-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}"]
+    threads = max(1, (int(jobs) - other_files) // cuda_files) if jobs.isdigit() else 1
+    return [STANDARD, "-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}"]
 
 
 def compiler_version() -> str:
@@ -177,9 +203,9 @@ def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
 
     cuda = toolkit is not None
     compile_flags, link_flags = flags()
-    cuda_files = sources("*.cu", cuda=cuda)
+    cpp_files, cuda_files = sources("*.cpp", cuda=cuda), sources("*.cu", cuda=cuda)
     architectures = architecture_flags(toolkit) if toolkit else []
-    cuda_flags = nvcc_flags(len(cuda_files)) if toolkit else []
+    cuda_flags = nvcc_flags(len(cuda_files), len(cpp_files)) if toolkit else []
     # As system headers torch's are exempt from our warnings; so are those of the CUDA libraries, behind the toolkit's.
     folders = include_paths("cuda" if cuda else "cpu")
     folders += map(str, cuda_toolkit.library_include_folders(toolkit) if toolkit else [])
@@ -196,7 +222,7 @@ def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
     }
     module = (CUDAExtension if cuda else CppExtension)(
         "ocnn_fused._C",
-        [*sources("*.cpp", cuda=cuda), *cuda_files],
+        [*cpp_files, *cuda_files],
         depends=[*sources("*.h", "*.inl", "*.cuh", cuda=cuda), "setup.py"],
         extra_compile_args={
             "cxx": [*compile_flags, *(f"-isystem{folder}" for folder in folders)],

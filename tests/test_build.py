@@ -7,17 +7,22 @@ OCNN_FUSED_TEST_CUDA_PYTHON. Toolkits are faked: a script that answers as nvcc d
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import cuda_toolkit
 import pytest
+import setuptools
 import torch
 from clean_venv import copy_sources, make_venv, run
 from cuda_toolkit import Toolkit, Unavailable
 
 import ocnn_fused
+
+ROOT = Path(__file__).resolve().parent.parent
 
 NVCC = """#!/bin/sh
 case "$1" in
@@ -153,6 +158,7 @@ def test_default_architectures(version: tuple[int, int], expected: str) -> None:
         ((12, 4), "12.8", "warning"),
         ((13, 0), "12.8", "mismatch"),
         ((12, 8), "13.0", "mismatch"),
+        ((11, 8), "11.8", "too old"),
     ],
 )
 def test_versions_that_fit(toolkit: tuple[int, int], torch_cuda: str, outcome: str) -> None:
@@ -160,6 +166,9 @@ def test_versions_that_fit(toolkit: tuple[int, int], torch_cuda: str, outcome: s
     both = rf"torch 2\.9 was built with CUDA {torch_cuda} and the toolkit is CUDA {cuda_toolkit.dotted(toolkit)}"
     if outcome == "mismatch":
         with pytest.raises(cuda_toolkit.Mismatch, match=both):
+            cuda_toolkit.check_fits(found, "2.9", torch_cuda)
+    elif outcome == "too old":
+        with pytest.raises(Unavailable, match=r"the toolkit is CUDA 11\.8 in /cuda, and C\+\+20 needs CUDA 12\.0"):
             cuda_toolkit.check_fits(found, "2.9", torch_cuda)
     else:
         assert (cuda_toolkit.check_fits(found, "2.9", torch_cuda) is not None) == (outcome == "warning")
@@ -175,6 +184,110 @@ def test_headers_that_the_toolkit_lacks(tmp_path: Path) -> None:
     assert folders == [packages[1] / "include", packages[2] / "include"]
     with pytest.raises(Unavailable, match=r"cublas_v2\.h is neither in .*cuda nor in an nvidia package"):
         cuda_toolkit.library_include_folders(toolkit, packages[:1])
+
+
+@pytest.fixture
+def setup_py(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """setup.py as a module, without setting up anything."""
+    monkeypatch.setenv("OCNN_FUSED_BUILD_EXTENSION", "0")
+    monkeypatch.setattr(setuptools, "setup", lambda **arguments: None)
+    spec = importlib.util.spec_from_file_location("setup_py", ROOT / "setup.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+GB = 1 << 30
+
+#: Files below the root, and the limits that they set: none, version 2 with and without groups in sight, version 1.
+MEMORY = {
+    "unlimited": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, []),
+    "container": ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": f"{5 * GB}\n"}, [5 * GB]),
+    "below a slice": (
+        {
+            "proc/self/cgroup": "0::/user.slice/session-1\n",
+            "sys/fs/cgroup/user.slice/session-1/memory.max": "max\n",
+            "sys/fs/cgroup/user.slice/memory.max": f"{9 * GB}\n",
+        },
+        [9 * GB],
+    ),
+    "hidden group": (
+        {"proc/self/cgroup": "0::/docker/c0ffee\n", "sys/fs/cgroup/memory.max": f"{3 * GB}\n"},
+        [3 * GB],
+    ),
+    "version 1": (
+        {
+            "proc/self/cgroup": "5:cpu,cpuacct:/here\n4:memory:/docker/c0ffee\n",
+            "sys/fs/cgroup/memory/docker/c0ffee/memory.limit_in_bytes": f"{4 * GB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+        [4 * GB, 9223372036854771712],
+    ),
+    "no such files": ({}, []),
+}
+
+
+@pytest.mark.parametrize("world", MEMORY)
+def test_memory_limits(world: str, setup_py: ModuleType, tmp_path: Path) -> None:
+    files, limits = MEMORY[world]
+    for name, text in {**files, "proc/meminfo": "MemFree: 9 kB\nMemAvailable:   2048 kB\n"}.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert list(setup_py.memory_limits(tmp_path)) == [2048 * 1024, *limits]
+
+
+@pytest.mark.parametrize(
+    ("given", "cores", "memory", "expected"),
+    [
+        (None, 8, [64 * GB], "8"),
+        (None, 8, [64 * GB, 9 * GB], "4"),  # two gigabytes each
+        (None, 8, [1 * GB], "1"),
+        (None, 8, [], "8"),
+        ("3", 8, [64 * GB], "3"),
+    ],
+)
+def test_limit_jobs(
+    given: str | None,
+    cores: int,
+    memory: list[int],
+    expected: str,
+    setup_py: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MAX_JOBS", given or "")
+    if given is None:
+        monkeypatch.delenv("MAX_JOBS")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    monkeypatch.setattr(setup_py, "memory_limits", lambda: iter(memory))
+    setup_py.limit_jobs()
+    assert os.environ["MAX_JOBS"] == expected
+
+
+@pytest.mark.parametrize(
+    ("jobs", "cuda_files", "other_files", "threads"),
+    [("8", 1, 3, 5), ("8", 2, 3, 2), ("4", 1, 3, 1), ("2", 1, 3, 1), ("1", 1, 0, 1), ("many", 1, 3, 1)],
+)
+def test_threads_of_nvcc(
+    jobs: str,
+    cuda_files: int,
+    other_files: int,
+    threads: int,
+    setup_py: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With every file compiled at once there are no more compilers than jobs, unless there are more files."""
+    monkeypatch.setenv("MAX_JOBS", jobs)
+    assert f"--threads={threads}" in setup_py.nvcc_flags(cuda_files, other_files)
+
+
+def test_standard_is_named(setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Left alone, older versions of torch add -std=c++17."""
+    monkeypatch.setenv("MAX_JOBS", "1")
+    assert "-std=c++20" in setup_py.flags()[0]
+    assert "-std=c++20" in setup_py.nvcc_flags(1, 1)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,9 @@ ARCHITECTURES: dict[str, Version] = {
     "12.0": (12, 8),
 }
 
+#: The first whose nvcc compiles C++20.
+OLDEST: Version = (12, 0)
+
 #: Where a toolkit lies if nothing says otherwise.
 USUAL_HOME = Path("/usr/local/cuda")
 
@@ -123,6 +126,8 @@ def check_fits(toolkit: Toolkit, torch_version: str, torch_cuda: str) -> str | N
     versions = f"torch {torch_version} was built with CUDA {dotted(wanted)} and the toolkit is {toolkit}"
     if toolkit.version[0] != wanted[0]:
         raise Mismatch(f"{versions}: their major versions must agree")
+    if toolkit.version < OLDEST:
+        raise Unavailable(f"the toolkit is {toolkit}, and C++20 needs CUDA {dotted(OLDEST)} or newer")
     if toolkit.version != wanted:
         return f"{versions}: that works as a rule, the same minor version is safer"
     return None
