@@ -2,8 +2,8 @@
 
 Environment:
     OCNN_FUSED_BUILD_EXTENSION=0  pure Python package, needs neither torch nor a compiler
-    OCNN_FUSED_CUDA=0 or 1        without the CUDA backend, or fail if it cannot be built; by default it is built if torch
-                                  is a CUDA build and a toolkit is found, whether or not there is a GPU
+    OCNN_FUSED_CUDA=0 or 1        without the CUDA backend, or fail if it cannot be built; by default it is built where
+                                  torch is a CUDA build and a toolkit is found, whether or not there is a GPU
     CUDA_HOME=folder              the toolkit; by default that of the nvcc on PATH, else /usr/local/cuda
     TORCH_CUDA_ARCH_LIST=list     GPUs to build for, for instance "8.0;9.0+PTX"; by default those of ARCHITECTURES in
                                   tools/cuda_toolkit.py that both CUDA versions know, the newest also as PTX

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import cuda_build
 import numpy as np
 import pytest
 import torch
@@ -209,3 +210,28 @@ def test_compiled_kernels_do_not_spill(architecture: int, tmp_path: Path) -> Non
         assert (stack, stores, loads) == ("0", "0", "0"), process.stderr
         assert int(registers) <= 128
         assert "smem" not in rest
+
+
+@pytest.mark.skipif(nvcc() is None, reason="needs nvcc, which is not on PATH")
+def test_stacks_of_a_module_are_seen(tmp_path: Path) -> None:
+    """tools/cuda_build.py looks into what was built: two architectures, with and without a stack."""
+    try:
+        cuda_build.cuobjdump()
+    except SystemExit as missing:
+        pytest.skip(str(missing))
+    source, module = tmp_path / "kernels.cu", tmp_path / "module.so"
+    source.write_text(
+        """
+        extern "C" __global__ void lean(float* x) { x[threadIdx.x] = 0; }
+        extern "C" __global__ void greedy(float* x, const int* at) {
+          volatile float kept[100];
+          for (int i = 0; i < 100; ++i) kept[at[i]] = x[i];
+          x[threadIdx.x] = kept[at[threadIdx.x]];
+        }
+        """
+    )
+    codes = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in (80, 90)]
+    options = ["-shared", "-cudart=none", "-Xcompiler=-fPIC"]
+    subprocess.run([nvcc(), *codes, *options, str(source), "-o", str(module)], check=True)
+    assert cuda_build.stacks(module) == {"lean": [0, 0], "greedy": [400, 400]}
+    assert cuda_build.embedded(module) == {"sm_80", "sm_90"}

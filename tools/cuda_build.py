@@ -3,7 +3,7 @@
     python tools/cuda_build.py --out build/cuda
 
 Every op with a CPU kernel must have one for CUDA, and the machine code in the module must be that of the architectures
-asked for. Nothing is executed on a GPU.
+asked for and use no stack. Nothing is executed on a GPU.
 """
 
 from __future__ import annotations
@@ -52,11 +52,21 @@ def kernels() -> Mapping[str, bool]:
 
 def embedded(module: Path) -> set[str]:
     """Architectures of the machine code (sm_90) and of the PTX (compute_90) in the module."""
-    listing = subprocess.run(
-        [cuobjdump(), "--list-elf", "--list-ptx", module], capture_output=True, text=True, check=True
-    ).stdout
+    listing = dump(module, "--list-elf", "--list-ptx")
     found = re.findall(r"\.sm_(\w+)\.(cubin|ptx)$", listing, re.MULTILINE)
     return {f"{'sm' if kind == 'cubin' else 'compute'}_{number}" for number, kind in found}
+
+
+def stacks(module: Path) -> dict[str, list[int]]:
+    """Bytes of stack that each kernel of the module takes, once per architecture."""
+    found: dict[str, list[int]] = {}
+    for name, stack in re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+)", dump(module, "--dump-resource-usage")):
+        found.setdefault(name, []).append(int(stack))
+    return found
+
+
+def dump(module: Path, *options: str) -> str:
+    return subprocess.run([cuobjdump(), *options, module], capture_output=True, text=True, check=True).stdout
 
 
 def cuobjdump() -> str:
@@ -91,6 +101,15 @@ def check(library: Path) -> list[str]:
     print("architectures:", *_extension.build_info["architectures"])
     if wanted != found:
         problems.append(f"the module contains code for {sorted(found)}, wanted {sorted(wanted)}")
+    of_kernels, machine_codes = stacks(module), sum(name.startswith("sm_") for name in found)
+    print(f"{len(of_kernels)} kernels, largest stack {max(map(max, of_kernels.values()), default=0)} bytes")
+    if not of_kernels:
+        problems.append("the module contains no kernel")
+    for name, sizes in of_kernels.items():
+        if len(sizes) != machine_codes:
+            problems.append(f"{name} is compiled for {len(sizes)} of {machine_codes} architectures")
+        if any(sizes):
+            problems.append(f"{name} uses up to {max(sizes)} bytes of stack")
     weight = torch.randn(8, 4, 3, 3, dtype=torch.float64)
     if not torch.allclose(fused_orth_loss(weight), reference.orth_loss(weight)):
         problems.append("the loss on the CPU is wrong")
