@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TOLERANCES, errors, fused, grad_of
-from cuda_support import HOST, compile_ops
+from cuda_support import HOST, KERNELS, compile_ops
 from oracle import Case
 from plans import candidates, plan_named
 from test_cpu_backend import KINDS
@@ -127,6 +128,15 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     many = Case((40, 2, 3, 3))
     assert not cuda.fits(plan_named(many, "small/row"), torch.float32)
     assert all(cuda.fits(plan, torch.float64) for plan in candidates(many) if not plan.small)
+
+
+def test_limits_are_those_of_the_kernels() -> None:
+    """cuda.fits repeats what kernels.cuh decides; double is what partial losses are added in."""
+    declared = dict(re.findall(r"constexpr int(?:64_t)? (k\w+) = ([\d <]+);", KERNELS.read_text()))
+    bytes_of_double = 8
+    assert eval(declared["kSharedBytes"]) == cuda._SHARED_BYTES
+    assert int(declared["kMixThreads"]) * bytes_of_double == cuda._MIX_SUMS
+    assert int(declared["kThreads"]) * bytes_of_double == cuda._SMALL_SUMS
 
 
 def test_launches_count_the_products() -> None:

@@ -38,6 +38,22 @@ def test_missing_extension_is_explained() -> None:
     assert text.count("switched off by OCNN_FUSED_DISABLE_EXTENSION=1") == 3
 
 
+@pytest.mark.parametrize(
+    ("architectures", "line"),
+    [(["sm_80", "sm_90", "compute_90"], "  architectures: sm_80 sm_90 compute_90"), ([], "  architectures: none")],
+)
+def test_architectures_are_told(architectures: list[str], line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_extension, "build_info", {**(_extension.build_info or {}), "architectures": architectures})
+    assert line in info.lines()
+
+
+def test_architectures_of_this_build_are_told() -> None:
+    assert _extension.build_info is not None
+    architectures = _extension.build_info["architectures"]
+    assert bool(architectures) == (_extension.build_info["cuda"] is not None)
+    assert f"  architectures: {' '.join(architectures) or 'none'}\n" in report()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what is missing where there is no GPU")
 def test_missing_gpu_is_explained() -> None:
     text = "\n".join(info.lines())
