@@ -6,6 +6,7 @@ import os
 import re
 import struct
 import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -57,7 +58,7 @@ def half_headers() -> Path | None:
 def compile_host(folder: Path, build: str, kernels: Path = KERNELS, with_half: bool = False) -> Path:
     """The program run_cases, in one of the ways of BUILDS, for the kernels in a given file called kernels.cuh.
 
-    Half precision doubles what is to be compiled, and needs headers of the toolkit.
+    Half precision doubles what is to be compiled, and is left out where there are no headers for it.
     """
     program = folder / f"run_cases_{build}"
     headers = half_headers() if with_half else None
@@ -82,7 +83,10 @@ def compile_host(folder: Path, build: str, kernels: Path = KERNELS, with_half: b
 
 
 def compile_ops(folder: Path) -> Path:
-    """csrc/cuda/orth_cuda.cu as a library of ops that run on the CPU, through tests/cuda_host and its stubs."""
+    """csrc/cuda/orth_cuda.cu as a library of ops that run on the CPU, through tests/cuda_host and its stubs.
+
+    It is compiled for AddressSanitizer.
+    """
     from torch.utils.cpp_extension import include_paths, library_paths
 
     source = KERNELS.with_name("orth_cuda.cu").read_text()
@@ -104,7 +108,7 @@ def compile_ops(folder: Path) -> Path:
         [
             os.environ.get("CXX", "g++"),
             "-std=c++20",
-            "-O1",
+            *BUILDS["address"],
             "-shared",
             "-fPIC",
             "-Wno-unknown-pragmas",
@@ -122,6 +126,22 @@ def compile_ops(folder: Path) -> Path:
         check=True,
     )
     return library
+
+
+def run_ops(library: Path) -> subprocess.CompletedProcess[str]:
+    """tests/cuda_host/run_ops.py with the ops of a library."""
+    folders = [str(HOST.parent), *(path or os.getcwd() for path in sys.path)]
+    # AddressSanitizer must be the first library of the process, and sees exceptions only if it finds libstdc++.
+    names = [f"-print-file-name=lib{name}.so" for name in ("asan", "ubsan", "stdc++")]
+    preloaded = [subprocess.check_output([os.environ.get("CXX", "g++"), name], text=True).strip() for name in names]
+    environment = {"PYTHONPATH": os.pathsep.join(folders), "LD_PRELOAD": os.pathsep.join(preloaded)}
+    return subprocess.run(
+        [sys.executable, str(HOST / "run_ops.py"), str(library)],
+        env={**os.environ, **ENVIRONMENT, **environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
 
 
 @dataclass(frozen=True)

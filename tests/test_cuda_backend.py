@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TOLERANCES, errors, fused, grad_of
-from cuda_support import HOST, KERNELS, compile_ops
+from cuda_support import KERNELS, compile_ops, run_ops
 from oracle import Case
 from plans import candidates, plan_named
 from test_cpu_backend import KINDS
@@ -217,17 +215,9 @@ def test_a_precision_that_torch_is_not_set_to(
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="needs g++")
 @pytest.mark.skipif(_extension.module is None, reason="the schema of the ops is in the compiled extension")
 def test_ops_executed_on_the_cpu(tmp_path: Path) -> None:
-    """The launchers, the pipeline and the kernels together, with ATen's products between them."""
-    library = compile_ops(tmp_path)
-    folders = [str(HOST.parent), *(path or os.getcwd() for path in sys.path)]
-    process = subprocess.run(
-        [sys.executable, str(HOST / "run_ops.py"), str(library)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert process.returncode == 0, process.stderr
+    """Launchers, pipeline and kernels together, with ATen's products between them, under AddressSanitizer."""
+    process = run_ops(compile_ops(tmp_path))
+    assert process.returncode == 0, process.stderr[:5000]
     assert process.stdout.count("passed") == 14
 
 

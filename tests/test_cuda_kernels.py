@@ -34,7 +34,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
     def get(build: str) -> Path:
         if build not in built:
-            built[build] = compile_host(folder, build, with_half=build == "plain")
+            built[build] = compile_host(folder, build, with_half=True)
         return built[build]
 
     return get
@@ -96,35 +96,51 @@ def test_kernels_match_the_definition(run: Run, program: Program, tmp_path: Path
     assert np.array_equal(numbers, again)
 
 
-def test_all_kinds_and_tiles_are_run() -> None:
-    """So that a change of the plans cannot empty the list above."""
-    kinds = {run.name.split("/")[0] for run in RUNS}
-    assert kinds == {"gram", "toom", "direct", "small"}
+#: A few blocks of every kernel, and every way through them: a sanitizer makes them slow.
+CHECKED = [
+    Run("toom/row", Case((9, 8, 3)), torch.float32, weights=2),
+    Run("toom/row", Case((9, 5, 3, 3), stride=2), torch.float64, layout="channels_last"),
+    Run("toom/row", Case((6, 3, 3), groups=2), torch.bfloat16, weights=2),
+    Run("toom/row", Case((5, 2, 5, 5)), torch.float64, with_grad=False),  # mix in tiles of 4
+    Run("toom/row", Case((3, 2, 3, 3, 5)), torch.float64),  # and of 2
+    Run("toom/column", Case((40, 2, 3)), torch.float32, chunk=24),
+    Run("gram/row", Case((9, 20), groups=3), torch.float32, weights=2),
+    Run("gram/column", Case((20, 3, 1, 1)), torch.float16),
+    Run("direct/row", Case((5, 4, 7)), torch.float32),
+    Run("direct/row", Case((5, 4, 7)), torch.float16, interleaved=True, with_grad=False),
+    Run("direct/row", Case((3, 2, 100)), torch.float64),
+    Run("direct/column", Case((20, 2, 7), groups=2), torch.float32),
+    Run("small/row", Case((33, 1, 3, 3), groups=33), torch.float32),
+    Run("small/row", Case((10, 2, 3), groups=5), torch.bfloat16, weights=2),
+    Run("small/row", Case((10, 2, 3), groups=5), torch.float64, with_grad=False),
+]
+
+
+@pytest.mark.parametrize("runs", [RUNS, CHECKED], ids=["plain", "sanitizers"])
+def test_every_way_is_run(runs: list[Run]) -> None:
+    """So that a change of the plans cannot empty the lists above."""
+    plans = {run: plan_named(run.case, run.name) for run in runs}
+    assert {run.name.split("/")[0] for run in runs} == {"gram", "toom", "direct", "small"}
+    assert {run.name for run in runs} >= {"gram/column", "toom/column", "direct/column"}
+    assert {run.dtype for run in runs} == {torch.float64, torch.float32, *HALVES}
+    assert any(run.interleaved for run in runs)
+    assert any(run.case.groups > 1 and not plan.small for run, plan in plans.items())
+    assert {(plan.small, run.with_grad) for run, plan in plans.items()} == {(a, b) for a in (0, 1) for b in (0, 1)}
     bytes_per_tile_element = {
         (plan.outputs + len(plan.lags)) * run.dtype.itemsize
-        for run in RUNS
-        if not (plan := plan_named(run.case, run.name)).is_diagonal and run.dtype not in HALVES
+        for run, plan in plans.items()
+        if not plan.is_diagonal and run.dtype not in HALVES
     }
     for smallest, largest in ((0, 334), (335, 1203), (1204, 4010)):  # tiles of 8, 4 and 2 in 48 KB
         assert any(smallest <= size <= largest for size in bytes_per_tile_element), (smallest, largest)
 
 
-#: A few blocks of every kernel: a sanitizer makes them slow.
-CHECKED = [
-    Run("toom/row", Case((9, 8, 3)), torch.float32, weights=2),
-    Run("toom/row", Case((9, 5, 3, 3), stride=2), torch.float64, layout="channels_last"),
-    Run("toom/column", Case((40, 2, 3)), torch.float32, chunk=24),
-    Run("direct/row", Case((5, 4, 7)), torch.float32),
-    Run("direct/row", Case((3, 2, 100)), torch.float64),
-    Run("small/row", Case((33, 1, 3, 3), groups=33), torch.float32),
-]
-
-
 @pytest.mark.parametrize("build", ["thread", "address"])
 def test_sanitizers_find_nothing(build: str, program: Program, tmp_path: Path) -> None:
-    process, numbers = execute(program(build), CHECKED, tmp_path)
+    runs = [run for run in CHECKED if run.dtype not in HALVES or half_headers() is not None]
+    process, numbers = execute(program(build), runs, tmp_path)
     assert process.returncode == 0, process.stderr[:5000]
-    for run, error in zip(CHECKED, errors_of(CHECKED, numbers).values(), strict=True):
+    for run, error in zip(runs, errors_of(runs, numbers).values(), strict=True):
         assert error <= TOLERANCES[run.dtype], str(run)
 
 
