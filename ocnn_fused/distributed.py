@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -46,6 +47,36 @@ def sharing_group(model: nn.Module, shard: Shard) -> dist.ProcessGroup | None:
 def is_data_parallel(model: nn.Module) -> bool:
     """Whether the model is wrapped in DistributedDataParallel."""
     return _data_parallel(model) is not None
+
+
+def averages_everything(model: nn.Module) -> bool:
+    """Whether every gradient that is there before the backward is averaged in it.
+
+    DistributedDataParallel leaves alone what no rank's forward pass used if it was told that there may be such layers
+    (by default it insists that there are none).
+    """
+    parallel = _data_parallel(model)
+    return parallel is None or not (parallel.find_unused_parameters or parallel.static_graph)
+
+
+def announce(loss: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """The same loss with ``weights`` in its graph, though it has no gradient for them.
+
+    DistributedDataParallel waits on every rank for every weight; one that the forward pass does not use is announced to
+    it by the loss alone.
+    """
+    return _Announce.apply(loss, *weights) if weights else loss
+
+
+class _Announce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *weights: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.count = len(weights)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, *(None,) * ctx.count
 
 
 def _data_parallel(model: nn.Module) -> DistributedDataParallel | None:

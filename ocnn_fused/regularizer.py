@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from . import layers as find
 from .autograd import losses_and_grads, orth_losses
-from .distributed import Shard, is_data_parallel, mean_over, sharing_group
+from .distributed import Shard, announce, averages_everything, is_data_parallel, mean_over, sharing_group
 from .layers import Selector
 from .reference import frobenius_norm
 from .selection import Layer, Method, Pass, Selection
@@ -157,13 +157,17 @@ class OrthRegularizer:
         self._expect_steps()
         selection, weights = self._look()
         rank, world = self._rank_and_world(weights)
+        share = selection.share(rank, world) if self._factor else ()
         total: Tensor | None = None
-        if self._factor:
-            for part in selection.passes(selection.share(rank, world), weights):
-                losses = self._losses(part, weights)
-                value = torch.dot(losses, part.weights) * (self._factor * world)
-                total = value if total is None else total + value.to(total.device)
-        return selection.zero.clone() if total is None else total
+        for part in selection.passes(share, weights):
+            losses = self._losses(part, weights)
+            value = torch.dot(losses, part.weights) * (self._factor * world)
+            total = value if total is None else total + value.to(total.device)
+        total = selection.zero.clone() if total is None else total
+        if not is_data_parallel(self.model):
+            return total
+        others = [weight for index, weight in enumerate(weights) if weight.requires_grad and index not in share]
+        return announce(total, others)
 
     def per_layer(self) -> dict[str, Tensor]:
         """Detached loss of every layer at its current weight, by name: unweighted 0-dim tensors, nothing synchronised.
@@ -188,13 +192,14 @@ class OrthRegularizer:
         Hooks of the parameters do not run.
 
         Every rank computes the full gradient, which is right before and after DDP's averaging. ``shard=True`` computes
-        the rank's share times the world size: cheaper, and right only *before* the backward that averages.
+        the rank's share times the world size: cheaper, and right only *before* the backward that averages. A DDP with
+        ``find_unused_parameters`` or ``static_graph`` averages only what was used: there it changes nothing.
         """
         if not self._factor:
             return
         with torch.enable_grad():
             selection, weights = self._look()
-        rank, world = self._rank_and_world(weights) if shard else (0, 1)
+        rank, world = self._rank_and_world(weights) if shard and averages_everything(self.model) else (0, 1)
         wanted = [index for index in selection.share(rank, world) if weights[index].requires_grad]
         direct = tuple(index for index in wanted if selection.is_direct(index, weights[index]))
         through_graph = tuple(sorted(set(wanted) - set(direct)))

@@ -209,6 +209,84 @@ def gradients_added_directly() -> None:
             assert_same(gradients(model), expected)
 
 
+class PartlyUsed(nn.Module):
+    """A layer that the forward pass does not use, or only on rank 0."""
+
+    def __init__(self, on_one_rank: bool = False) -> None:
+        super().__init__()
+        self.net = network()
+        self.extra = nn.Conv2d(4, 4, 3, padding=1, bias=False).double()
+        self.on_one_rank = on_one_rank
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.net(self.extra(inputs) if self.on_one_rank and dist.get_rank() == 0 else inputs)
+
+
+@check
+def a_layer_that_is_not_used() -> None:
+    """The loss announces it to DDP on every rank, also where another rank has it and at steps without the loss."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for shard in ("auto", False):
+        for options in ({}, {"static_graph": True}):
+            model = parallel(PartlyUsed(), **options)
+            reg = OrthRegularizer(model, shard=shard, every=2)
+            for step in range(4):
+                expected = alone(world, 0.0 if step % 2 else 2.0, PartlyUsed())
+                model.zero_grad()
+                (task(model, rank) + reg()).backward()
+                assert_same(gradients(model), expected)
+                reg.step()
+
+
+@check
+def a_layer_that_ddp_was_told_is_not_used() -> None:
+    """Straight to the gradients, after or before the backward, asked to share out or not."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+        for before, shard in ((False, False), (True, False), (True, True)):
+            model = parallel(PartlyUsed(), **options)
+            reg = OrthRegularizer(model)
+            for _ in range(3):
+                model.zero_grad()
+                if before:
+                    reg.add_grad_(shard=shard)
+                task(model, rank).backward()
+                if not before:
+                    reg.add_grad_()
+                assert_same(gradients(model), alone(world, model=PartlyUsed()))
+    model = parallel(PartlyUsed(), find_unused_parameters=True)
+    with pytest.raises(RuntimeError, match="ready only once"):  # on every rank, so none waits for another
+        (task(model, rank) + OrthRegularizer(model)()).backward()
+
+
+@check
+def a_layer_that_one_rank_uses() -> None:
+    rank = dist.get_rank()
+    results = []
+    for before, shard in ((False, False), (True, True)):
+        model = parallel(PartlyUsed(on_one_rank=True), find_unused_parameters=True)
+        reg = OrthRegularizer(model)
+        if before:
+            reg.add_grad_(shard=shard)
+        task(model, rank).backward()
+        averaged = [parameter.grad.clone() for parameter in model.parameters()]
+        if not before:
+            reg.add_grad_()
+            added = OrthRegularizer(PartlyUsed())
+            added.add_grad_()
+            expected = [
+                grad if parameter.grad is None else grad + parameter.grad
+                for grad, parameter in zip(averaged, added.model.parameters(), strict=True)
+            ]
+            assert_same(gradients(model), expected)
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, gradients(model))
+        for other in everyone:
+            assert_same(gradients(model), other)
+        results.append(gradients(model))
+    assert_same(*results)
+
+
 @check
 def averaging_by_hand() -> None:
     """Without DDP, ``shard=True`` shares over the default group for who averages the gradients themselves."""
