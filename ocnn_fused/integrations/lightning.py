@@ -15,6 +15,7 @@ except ImportError as error:
 import torch
 from torch import Tensor
 
+from ..distributed import is_data_parallel
 from ..regularizer import OrthRegularizer, Weight
 from .common import gradient_scale, log_values
 
@@ -24,10 +25,10 @@ __all__ = ["OrthCallback"]
 class OrthCallback(Callback):
     """Trains with the orthogonality loss of the module's convolutions; automatic optimisation only.
 
-    A callback cannot return another loss, so the gradient is put into ``.grad`` right before the first backward of each
-    optimiser step. It is computed once, however many batches are accumulated; DistributedDataParallel averages it, so
-    each rank computes its share of the layers only; a GradScaler unscales it; gradient clipping sees the sum.
-    The loss that the module logs stays the task's own.
+    A callback cannot return another loss, so the gradient is put into ``.grad``: once per optimiser step, however many
+    batches are accumulated, after a GradScaler has unscaled and before gradients are clipped. DistributedDataParallel
+    gets it before the first backward instead and averages it, so each rank computes its share of the layers only. The
+    loss that the module logs stays the task's own.
 
     Args:
         weight: lambda, as for :class:`OrthRegularizer`.
@@ -45,7 +46,8 @@ class OrthCallback(Callback):
         self._reg: OrthRegularizer | None = None
         self._saved: dict[str, Any] | None = None  # state that came before the regulariser
         self._counter: Any = None
-        self._due = True
+        self._averaged = False
+        self._due = True  # no backward since the last step of the optimiser
 
     @property
     def regularizer(self) -> OrthRegularizer:
@@ -66,18 +68,22 @@ class OrthCallback(Callback):
         self._reg = OrthRegularizer(trainer.strategy.model, **self._options)
         if self._saved is not None:
             self._reg.load_state_dict(self._saved)
+        self._averaged = is_data_parallel(trainer.strategy.model)
         self._counter = self._reg.attach(trainer.optimizers[0])
         self._due = True
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        if self._due:
-            scaler = getattr(trainer.precision_plugin, "scaler", None)
-            self.regularizer.add_grad_(gradient_scale(scaler, loss.device), shard=True)
-            self._due = False
+        if self._averaged and self._due:
+            self.regularizer.add_grad_(gradient_scale(_scaler(trainer), loss.device), shard=True)
+        self._due = False
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
+        if not self._averaged and not self._due:
+            # Unscaled by now, unless the optimiser does that itself.
+            scaler = _scaler(trainer) if getattr(optimizer, "_step_supports_amp_scaling", False) else None
+            self.regularizer.add_grad_(gradient_scale(scaler, pl_module.device))
         self._due = True
 
     def on_train_batch_end(
@@ -88,6 +94,7 @@ class OrthCallback(Callback):
             pl_module.log_dict(log_values(self.regularizer, self.log_layers))
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._saved = None  # the next fit starts anew, unless it restores a checkpoint itself
         if self._counter is not None:
             self._counter.remove()
             self._counter = None
@@ -96,6 +103,11 @@ class OrthCallback(Callback):
         return self._reg.state_dict() if self._reg is not None else self._saved or {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        # Some strategies restore before the start of fit, others after it; a regulariser may be left from another fit.
         self._saved = state_dict or None
         if self._reg is not None and state_dict:
             self._reg.load_state_dict(state_dict)
+
+
+def _scaler(trainer: Trainer) -> torch.amp.GradScaler | None:
+    return getattr(trainer.precision_plugin, "scaler", None)

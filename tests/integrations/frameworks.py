@@ -22,8 +22,9 @@ from ocnn_fused.distributed import balanced_shares
 Weights = dict[str, Tensor]
 
 
-def lightning_module(task: float = 1.0) -> Any:
+def lightning_module(task: float = 1.0, fully_sharded: bool = False) -> Any:
     from lightning import LightningModule
+    from torch.distributed.fsdp import fully_shard
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -33,6 +34,11 @@ def lightning_module(task: float = 1.0) -> Any:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             images, labels = batch
             return task * F.cross_entropy(self.net(images), labels)
+
+        def configure_model(self) -> None:
+            if fully_sharded:
+                fully_shard(self.net[0])
+                fully_shard(self.net)
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=RATE)
@@ -51,20 +57,29 @@ def images_in_order(batch: int, sampler: Any = None) -> DataLoader[Any]:
     return DataLoader(TensorDataset(*data()), batch_size=batch, sampler=sampler)
 
 
+def lightning_strategy(variant: str) -> Any:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    if variant == "fsdp2":
+        return ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    return "ddp_find_unused_parameters_true" if variant == "unused" else "ddp"
+
+
 def train_lightning(world: int = 1, accumulate: int = 1, task: float = 1.0, **options: Any) -> Weights:
     from ocnn_fused.integrations.lightning import OrthCallback
 
-    module = lightning_module(task)
+    module = lightning_module(task, fully_sharded="ModelParallel" in type(options.get("strategy")).__name__)
     parallel: dict[str, Any] = {"devices": world}
     sampler = None
     if world > 1:  # its own sampler would shuffle
-        parallel.update(strategy="ddp", use_distributed_sampler=False)
+        parallel.update(use_distributed_sampler=False)
         sampler = DistributedSampler(data()[1], world, int(os.environ["RANK"]), shuffle=False)
     trainer = lightning_trainer(
         callbacks=[OrthCallback(**OPTIONS)], accumulate_grad_batches=accumulate, **parallel, **options
     )
     trainer.fit(module, images_in_order(IMAGES // STEPS // world // accumulate, sampler))
-    return module.net.state_dict()
+    state = module.net.state_dict()
+    return {name: weight.full_tensor() if hasattr(weight, "full_tensor") else weight for name, weight in state.items()}
 
 
 class Classifier(nn.Module):
@@ -141,6 +156,8 @@ def train_accelerate(world: int = 1, accumulate: int = 1) -> Weights:
 
 
 def main(framework: str, path: str) -> None:
+    # A DDP that looks for unused layers averages the used ones only, and FSDP gathers all: nothing is shared out.
+    framework, _, variant = framework.partition("-")
     shared_out: list[int] = []  # world sizes that layers were shared out for
 
     def spy(costs: Sequence[float], world: int) -> list[tuple[int, ...]]:
@@ -149,12 +166,14 @@ def main(framework: str, path: str) -> None:
 
     selection.balanced_shares = spy  # type: ignore[assignment]
     if framework == "lightning":
-        weights = train_lightning(world=2, accumulate=2)
+        weights = train_lightning(world=2, accumulate=2, strategy=lightning_strategy(variant))
     elif framework == "transformers":
-        weights = train_transformers(f"{path}.folder", world=2, accumulate=2)
+        weights = train_transformers(
+            f"{path}.folder", world=2, accumulate=2, ddp_find_unused_parameters=None if variant else False
+        )
     else:
         weights = train_accelerate(world=2, accumulate=2)
-    assert shared_out == [2], f"each rank computed everything: {shared_out}"
+    assert shared_out == ([] if variant else [2])
     if torch.distributed.get_rank() == 0:
         torch.save(weights, path)
     torch.distributed.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
@@ -27,13 +28,25 @@ def test_weights_are_those_of_the_loop(accumulate: int, clip: float | None) -> N
     assert_same(weights, by_hand(clip))
 
 
-def test_a_scaler_unscales_the_gradient() -> None:
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_scaler_does_not_change_the_gradient(clip: float | None) -> None:
     from lightning.pytorch.plugins import MixedPrecision
 
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    weights = train_lightning(plugins=[MixedPrecision("16-mixed", "cpu", scaler)], precision=None)
-    assert_same(weights, by_hand(), rtol=0, atol=3e-3)  # the task's loss is in half precision
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    weights = train_lightning(plugins=[plugin], precision=None, gradient_clip_val=clip)
+    assert_same(weights, by_hand(clip), rtol=0, atol=3e-3)  # the task's loss is in half precision
     assert scaler.get_scale() == 2.0**10  # no step was skipped
+
+
+def test_an_optimizer_that_unscales_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused one gets the gradients as they are, and the scale."""
+    from lightning.pytorch.plugins import MixedPrecision
+
+    monkeypatch.setattr("torch.optim.SGD.__init__", partialmethod(torch.optim.SGD.__init__, fused=True))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    weights = train_lightning(plugins=[MixedPrecision("16-mixed", "cpu", scaler)], precision=None)
+    assert_same(weights, by_hand(), rtol=0, atol=3e-3)
 
 
 def test_logged_values_are_the_unweighted_losses() -> None:
@@ -64,6 +77,25 @@ def test_the_same_callback_serves_twice() -> None:
     for _ in range(2):
         lightning_trainer(callbacks=[callback]).fit(lightning_module(), images_in_order(BATCH))
         assert callback.regularizer.steps == STEPS
+
+
+def test_a_loaded_state_is_used_once(tmp_path: Path) -> None:
+    path = tmp_path / "half.ckpt"
+    trainer = lightning_trainer(callbacks=[OrthCallback(**OPTIONS)], max_steps=2)
+    trainer.fit(lightning_module(), images_in_order(BATCH))
+    trainer.save_checkpoint(path)
+    callback = OrthCallback(**OPTIONS)
+    for checkpoint in (path, None, path):
+        lightning_trainer(callbacks=[callback]).fit(lightning_module(), images_in_order(BATCH), ckpt_path=checkpoint)
+        assert callback.regularizer.steps == STEPS
+
+
+def test_a_batch_without_a_loss() -> None:
+    """No backward, and nothing to regularise."""
+    module, expected = lightning_module(), lightning_module().net.state_dict()
+    module.training_step = lambda batch, batch_idx: None
+    lightning_trainer(callbacks=[OrthCallback(**OPTIONS)]).fit(module, images_in_order(BATCH))
+    torch.testing.assert_close(module.net.state_dict(), expected, rtol=0, atol=0)
 
 
 def test_manual_optimisation_is_refused() -> None:

@@ -15,9 +15,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["lightning", "transformers", "accelerate"])
+@pytest.mark.parametrize(
+    "framework",
+    ["lightning", "lightning-unused", "lightning-fsdp2", "transformers", "transformers-unused", "accelerate"],
+)
 def test_two_processes(framework: str, tmp_path: Path) -> None:
-    pytest.importorskip(framework)
+    pytest.importorskip(framework.partition("-")[0])
     path = tmp_path / "weights.pt"
     script = Path(__file__).with_name("frameworks.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
