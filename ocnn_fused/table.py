@@ -18,7 +18,7 @@ _HEADER = ("layer", "weight shape", "stride", "groups", "method", "plan", "cost"
 def describe(reg: OrthRegularizer) -> str:
     """One row per regularised layer with its plan, share of the cost, lambda and least loss; then the others."""
     layers = list(reg.layers.values())
-    rates = [_rates(layer) for layer in layers]
+    rates = [_rates(layer, reg._backend["backend"]) for layer in layers]
     costs = [layer.cost(reg.power_iterations, of) for layer, of in zip(layers, rates, strict=True)]
     plans = [layer.plan(of) for layer, of in zip(layers, rates, strict=True)]
     rows = [_row(reg, layer, plan, cost / sum(costs)) for layer, plan, cost in zip(layers, plans, costs, strict=True)]
@@ -29,9 +29,9 @@ def describe(reg: OrthRegularizer) -> str:
     return "\n".join(parts)
 
 
-def _rates(layer: Layer) -> Rates:
+def _rates(layer: Layer, backend: str | None) -> Rates:
     """Of the backend that computes the layer, by which it chooses the plan."""
-    return backends.choose(layer.device).RATES if layer.device.type in ("cpu", "cuda") else CPU_RATES
+    return backends.choose(layer.device, backend).RATES if layer.device.type in ("cpu", "cuda") else CPU_RATES
 
 
 def _row(reg: OrthRegularizer, layer: Layer, plan: Plan | None, share: float) -> tuple[str, ...]:
