@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
@@ -22,6 +22,9 @@ Selector: TypeAlias = "str | type | Callable[[str, nn.Module], bool] | Iterable[
 
 # Path components that wrappers put into the names of what they wrap.
 _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+
+# How the names of a bias and of what it is computed from begin.
+_BIAS = ("bias", "parametrizations.bias.")
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -120,13 +123,17 @@ def weight_sources(module: nn.Module) -> tuple[Tensor, ...]:
     weight = module._parameters.get("weight")
     if weight is not None:
         return (weight,)
-    return tuple(parameter for name, parameter in module.named_parameters() if name != "bias")
+    if parametrize.is_parametrized(module, "weight"):
+        return tuple(module.parametrizations["weight"].parameters())  # type: ignore[index, union-attr]
+    return tuple(parameter for name, parameter in module.named_parameters() if not name.startswith(_BIAS))
 
 
-def identity(module: nn.Module) -> int:
-    """The same number for layers with the same weight."""
-    sources = weight_sources(module)
-    return id(sources[0] if sources else module)
+def identity(module: nn.Module) -> Hashable:
+    """Equal for layers with the same weight: made of the same parameters, and in the same way."""
+    kinds: tuple[type, ...] = ()
+    if parametrize.is_parametrized(module, "weight"):
+        kinds = tuple(type(part) for part in module.parametrizations["weight"])  # type: ignore[index, union-attr]
+    return kinds, tuple(map(id, weight_sources(module))) or id(module)
 
 
 def _computed_weight(module: nn.Module) -> Tensor:
