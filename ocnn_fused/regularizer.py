@@ -15,7 +15,7 @@ from .autograd import losses_and_grads, orth_losses
 from .distributed import Shard, announce, averages_everything, is_data_parallel, mean_over, sharing_group
 from .layers import Selector
 from .reference import frobenius_norm
-from .selection import Layer, Method, Pass, Selection
+from .selection import Layer, Method, Pass, Selection, by_columns
 from .srip import srip_loss
 
 __all__ = ["OrthRegularizer"]
@@ -23,7 +23,8 @@ __all__ = ["OrthRegularizer"]
 Weight: TypeAlias = "float | Callable[[str, nn.Module], float] | Mapping[str, float]"
 
 _METHODS = ("conv", "kernel", "srip")
-_CALLS_WITHOUT_STEP = 1000  # more than anybody accumulates
+_UPDATES_WITHOUT_STEP = 3  # of the weights
+_CALLS_WITHOUT_STEP = 1000  # more than anybody accumulates, for optimisers whose updates autograd does not see
 
 
 class OrthRegularizer:
@@ -49,7 +50,9 @@ class OrthRegularizer:
         exclude: which layers not, in the same terms.
         method: "conv" (the paper's), "kernel" (``||K K^T - I||^2`` of the flattened weight) or "srip" (its squared
             spectral norm, see :func:`srip_loss`), or a mapping from name patterns to these ("conv" where none matches).
-        squared: False takes the norm of each layer instead of its square.
+        squared: False takes the norm of each layer instead of its square. For "kernel" it is the norm of the smaller
+            Gram matrix's residual, as in Xie et al. and the authors' code: zero can be reached, also with more filters
+            than columns, where the rows' norm has a constant under the root that would weaken the gradient.
         normalize: "numel" divides each layer's loss by the number of elements of its weight, as the authors advise
             against the imbalance of layers of different size.
         schedule: a callable from the step number to a factor of the weight, see :mod:`ocnn_fused.schedules`. Steps are
@@ -139,6 +142,8 @@ class OrthRegularizer:
         self._warned: set[str] = set()
         self._steps = 0
         self._calls = 0
+        self._updates = 0
+        self._version: int | None = None
         self._factor = 1.0
         self._set_factor()
         self._seen: Selection | None = None
@@ -154,15 +159,16 @@ class OrthRegularizer:
         float64 if any regularised weight is, else float32. With sharding this is the rank's share times the world size:
         its average over the ranks is the full value (see :meth:`value`).
         """
-        self._expect_steps()
         selection, weights = self._look()
+        self._expect_steps(selection)
         rank, world = self._rank_and_world(weights)
         share = selection.share(rank, world) if self._factor else ()
         total: Tensor | None = None
         for part in selection.passes(share, weights):
             losses = self._losses(part, weights)
             value = torch.dot(losses, part.weights) * (self._factor * world)
-            total = value if total is None else total + value.to(total.device)
+            value = value.to(selection.zero.device, selection.zero.dtype)  # the same on every rank
+            total = value if total is None else total + value
         total = selection.zero.clone() if total is None else total
         if not is_data_parallel(self.model):
             return total
@@ -176,47 +182,60 @@ class OrthRegularizer:
         ``log({f"orth/{name}": loss for name, loss in reg.per_layer().items()})``.
         """
         values: dict[int, Tensor] = {}
-        with torch.no_grad():
+        with torch.enable_grad():  # parametrize.cached() keeps what is computed here for the model
             selection, weights = self._look()
+        with torch.no_grad():
             for part in selection.passes(selection.everything, weights):
                 values.update(zip(part.indices, self._losses(part, weights).unbind(), strict=True))
         return {layer.name: values[index] for index, layer in enumerate(selection.layers)}
 
-    @torch.no_grad()
     def add_grad_(self, scale: float | Tensor = 1.0, *, shard: bool = False) -> None:
-        """Add ``scale`` times the gradient of ``reg()`` to the ``.grad`` of the weights: no graph, the cheapest path.
+        """Add ``scale`` times the gradient of ``reg()`` to the ``.grad`` of the weights: no graph, the least memory.
 
-        Call it instead of adding ``reg()`` to the loss, between ``backward()`` and ``optimizer.step()``. With a
-        GradScaler, ``scale=scaler.get_scale()`` before ``scaler.step``; with gradient accumulation, once per optimiser
-        step. Computed weights (parametrisations, DTensor) and SRIP go through autograd, to the parameters behind them.
-        Hooks of the parameters do not run.
+        Call it instead of adding ``reg()`` to the loss, between ``backward()`` and ``optimizer.step()``; with gradient
+        accumulation, once per optimiser step. With a GradScaler, ``scale=scaler.get_scale()`` while the gradients are
+        scaled, and 1 once ``scaler.unscale_`` has run. Computed weights (parametrisations, DTensor) and SRIP go through
+        autograd, to the parameters behind them. Hooks of the parameters do not run.
 
         Every rank computes the full gradient, which is right before and after DDP's averaging. ``shard=True`` computes
         the rank's share times the world size: cheaper, and right only *before* the backward that averages. A DDP with
         ``find_unused_parameters`` or ``static_graph`` averages only what was used: there it changes nothing.
         """
-        if not self._factor:
-            return
         with torch.enable_grad():
             selection, weights = self._look()
+        self._expect_steps(selection)
+        if not self._factor:
+            return
         rank, world = self._rank_and_world(weights) if shard and averages_everything(self.model) else (0, 1)
         wanted = [index for index in selection.share(rank, world) if weights[index].requires_grad]
         direct = tuple(index for index in wanted if selection.is_direct(index, weights[index]))
         through_graph = tuple(sorted(set(wanted) - set(direct)))
-        factor = self._factor * world
-        for part in selection.passes(direct, weights):
-            parameters = [weights[index] for index in part.indices]
-            losses, grads = losses_and_grads(parameters, *part.geometry, [True] * len(parameters))  # type: ignore[misc]
-            if not self.squared:  # d||R|| = d||R||^2 / (2 ||R||)
-                for grad, loss in zip(grads, losses, strict=True):
-                    grad.mul_(torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
-            _accumulate(parameters, grads, [value * factor for value in part.coefficients], scale)
-        for part in selection.passes(through_graph, weights):
-            leaves = [leaf for index in part.indices for leaf in selection.trained_sources(index)]
-            with torch.enable_grad():
-                value = torch.dot(self._losses(part, weights), part.weights) * factor
-            found = torch.autograd.grad(value, leaves, allow_unused=True)
-            used = [(leaf, grad) for leaf, grad in zip(leaves, found, strict=True) if grad is not None]
+        with torch.no_grad():
+            for part in selection.passes(direct, weights):
+                self._add_direct(part, weights, self._factor * world, scale)
+            for part in selection.passes(through_graph, weights):
+                leaves = dict.fromkeys(leaf for index in part.indices for leaf in selection.trained_sources(index))
+                self._add_through_graph(part, weights, list(leaves), self._factor * world, scale)
+
+    def _add_direct(self, part: Pass, weights: list[Tensor], factor: float, scale: float | Tensor) -> None:
+        parameters = [weights[index] for index in part.indices]
+        losses, grads = losses_and_grads(parameters, *part.geometry, [True] * len(parameters))  # type: ignore[misc]
+        if not self.squared:  # d||R|| = d||R||^2 / (2 ||R||)
+            for grad, loss in zip(grads, losses, strict=True):
+                grad.mul_(torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
+        _accumulate(parameters, grads, [value * factor for value in part.coefficients], scale)
+
+    def _add_through_graph(
+        self, part: Pass, weights: list[Tensor], leaves: list[Tensor], factor: float, scale: float | Tensor
+    ) -> None:
+        with torch.enable_grad():
+            value = torch.dot(self._losses(part, weights), part.weights) * factor
+        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        meshes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what is computed together must lie on one, or on none
+        for leaf, grad in zip(leaves, found, strict=True):
+            if grad is not None:
+                meshes.setdefault(getattr(leaf, "device_mesh", None), []).append((leaf, grad))
+        for used in meshes.values():
             # Copied: two leaves that are added get one and the same tensor.
             grads = list(torch._foreach_mul([grad for _, grad in used], 1.0))
             _accumulate([leaf for leaf, _ in used], grads, [1.0] * len(used), scale)
@@ -241,7 +260,8 @@ class OrthRegularizer:
 
     def attach(self, optimizer: torch.optim.Optimizer) -> Any:
         """Let ``optimizer.step()`` call :meth:`step`; returns a handle with ``remove()``."""
-        return optimizer.register_step_post_hook(lambda *_: self.step())
+        inner = getattr(optimizer, "optimizer", optimizer)  # Accelerate's wrapper has no hooks of its own
+        return inner.register_step_post_hook(lambda *_: self.step())
 
     @property
     def steps(self) -> int:
@@ -308,6 +328,8 @@ class OrthRegularizer:
         if not name.startswith("_"):  # another weight, method, ...: what was worked out from it no longer holds
             self.__dict__["_seen"] = None
         self.__dict__[name] = value
+        if name in ("schedule", "every") and "_factor" in self.__dict__:
+            self._set_factor()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": None}
@@ -327,7 +349,10 @@ class OrthRegularizer:
 
     def _losses(self, part: Pass, weights: list[Tensor]) -> Tensor:
         """Unweighted losses of one pass, 1-D; ``weights`` are those of all layers."""
-        chosen = [_whole(weights[index]) for index in part.indices]
+        chosen = [
+            by_columns(_whole(weights[index]), groups) if turned else _whole(weights[index])
+            for index, groups, turned in zip(part.indices, part.groups, part.turned, strict=True)
+        ]
         if part.geometry is not None:
             stacked = _stack(orth_losses(chosen, *part.geometry), part)
             return stacked if self.squared else frobenius_norm(stacked)
@@ -364,24 +389,35 @@ class OrthRegularizer:
         return self.method
 
     def _check_patterns(self) -> None:
+        """A pattern that matches no layer is a typing error; lazy layers have their names already."""
         names = [name for name, _ in find.named_layers(find.unwrap(self.model))]
-        for pattern in find.patterns(self.include):
-            if not any(find.matches(pattern, name, self.model) for name in names):
-                raise ValueError(
-                    f"include pattern {pattern!r} matches none of the layers {', '.join(names) or '(none)'}"
-                )
+        given = {"include": self.include, "weight": self.weight, "method": self.method}
+        for argument, selector in given.items():
+            if argument != "include" and not isinstance(selector, Mapping):
+                continue
+            for pattern in find.patterns(selector):  # type: ignore[arg-type]
+                if not any(find.matches(pattern, name, self.model) for name in names):
+                    raise ValueError(
+                        f"{argument} pattern {pattern!r} matches none of the layers {', '.join(names) or '(none)'}"
+                    )
 
-    def _expect_steps(self) -> None:
-        """A schedule that nobody advances would stay at its first value, often zero, without a word."""
+    def _expect_steps(self, selection: Selection) -> None:
+        """Who never counts a step stays at the first: a warm-up at zero, ``every=n`` at n times the strength."""
         if torch.compiler.is_compiling():  # first: a graph that has looked at the count is traced again at every step
             return
-        if self._steps or (self.schedule is None and self.every == 1):
+        if self._steps or (self.schedule is None and self.every == 1) or "step()" in self._warned:
             return
+        sources = (source for layer in selection.layers for source in find.weight_sources(layer.module))
+        version = sum(source._version for source in sources if not source.is_inference())
         self._calls += 1
-        if self._calls == _CALLS_WITHOUT_STEP:
+        self._updates += self._version not in (None, version)
+        self._version = version
+        if self._updates == _UPDATES_WITHOUT_STEP or self._calls == _CALLS_WITHOUT_STEP:
+            self._warned.add("step()")
             warnings.warn(
-                f"the regularizer was called {self._calls} times, but its step() never: schedule and every stay at "
-                "step 0; call reg.step() after optimizer.step(), or reg.attach(optimizer) once",
+                f"the regularizer's step() was never called, but the weights were updated {self._updates} times in "
+                f"{self._calls} calls: the schedule stays at step 0, and every=n is n times too strong; call "
+                "reg.step() after optimizer.step(), or reg.attach(optimizer) once",
                 stacklevel=3,
             )
 

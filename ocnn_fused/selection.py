@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Literal
@@ -33,6 +33,7 @@ class Layer:
     module: nn.Module
     weight: float  # lambda of this layer
     method: Method
+    squared: bool
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -59,6 +60,11 @@ class Layer:
         """Input channels per group times the taps that one placement does not share: ``C' = C * prod(min(s, k))``."""
         return self.shape[1] * prod(axis.residues for axis in self.axes)
 
+    @property
+    def turned(self) -> bool:
+        """Whether the loss is that of the columns: the norm of kernel orthogonality takes the smaller Gram matrix."""
+        return self.method == "kernel" and not self.squared and self.rows > self.polyphase_channels
+
     def plan(self, rates: Rates = CPU_RATES) -> Plan | None:
         """How the loss is computed on a device of these rates; None for SRIP."""
         if self.method == "srip":
@@ -79,7 +85,9 @@ class Layer:
         At every frequency the Gram matrix of M filters has a rank of at most C', so M - C' of its eigenvalues are 0
         where 1 is wanted; a weight with orthonormal columns reaches the bound.
         """
-        return 0 if self.method == "srip" else self.groups * max(0, self.rows - self.polyphase_channels)
+        if self.method == "srip" or self.turned:
+            return 0
+        return self.groups * max(0, self.rows - self.polyphase_channels)
 
     @property
     def has_orthogonal(self) -> bool:
@@ -98,6 +106,7 @@ class Pass:
     indices: tuple[int, ...]
     geometry: Geometry | None  # None for SRIP
     groups: tuple[int, ...]
+    turned: tuple[bool, ...]
     dtype: torch.dtype  # of the sum
     mixed: bool  # some losses have another dtype
     coefficients: tuple[float, ...]
@@ -117,7 +126,7 @@ class Selection:
         self._shares: dict[int, list[tuple[int, ...]]] = {}
         model = find.unwrap(reg.model)
         chosen = _paper_resnet(model) if reg.preset else None
-        owner: dict[int, str] = {}
+        owner: dict[Hashable, str] = {}
         for name, module in find.named_layers(model):
             reason = _reason_to_leave_out(reg, name, module, chosen)
             weight = reg._weight_of(name, module) if reason is None else None
@@ -137,7 +146,7 @@ class Selection:
             if reason is not None:
                 self.left_out[name] = reason
                 continue
-            self.layers.append(_layer(name, module, float(weight), reg._method_of(name, module)))  # type: ignore[arg-type]
+            self.layers.append(_layer(name, module, float(weight), reg._method_of(name, module), reg.squared))  # type: ignore[arg-type]
         self.everything = tuple(range(len(self.layers)))
         # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
         self.zero = torch.zeros(
@@ -181,7 +190,7 @@ class Selection:
                 f"{layer.name} is unsharded: FSDP would drop what is added to its .grad; call model.reshard() before "
                 "add_grad_()"
             )
-        return layer.method != "srip" and find.is_plain(weight)
+        return layer.method != "srip" and not layer.turned and find.is_plain(weight)
 
     def trained_sources(self, index: int) -> list[Tensor]:
         """The parameters that a computed weight's gradient goes to."""
@@ -219,9 +228,12 @@ class Selection:
         geometry = None
         if not srip:
             geometry = geometry_of(
-                [weights[index] for index in indices],
-                [layer.stride for layer in layers],
-                [layer.dilation for layer in layers],
+                [
+                    _like_columns(layer) if layer.turned else weights[index]
+                    for index, layer in zip(indices, layers, strict=True)
+                ],
+                [() if layer.turned else layer.stride for layer in layers],
+                [() if layer.turned else layer.dilation for layer in layers],
                 groups,
                 [layer.padding for layer in layers],
                 **self._backend,
@@ -232,11 +244,23 @@ class Selection:
             indices,
             geometry,
             groups,
+            tuple(layer.turned for layer in layers),
             dtype,
             any(accumulation_dtype(layer.dtype) != dtype for layer in layers),
             coefficients,
             torch.tensor(coefficients, dtype=dtype, device=layers[0].device),
         )
+
+
+def by_columns(weight: Tensor, groups: int) -> Tensor:
+    """The flattened weight of each group turned round, ``(groups*C*k1*..*kn, M/groups)``: its rows are the columns."""
+    return weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2).flatten(0, 1)
+
+
+def _like_columns(layer: Layer) -> Tensor:
+    """What :func:`by_columns` gives, without values; a weight in several pieces is not put together for it."""
+    shape = (layer.groups * prod(layer.shape[1:]), layer.rows)
+    return torch.empty((), dtype=layer.dtype, device=layer.device).expand(shape)
 
 
 def _sum_dtype(layers: Iterable[Layer]) -> torch.dtype:
@@ -255,7 +279,7 @@ def _ties(identities: list[int]) -> list[int]:
     return [first.setdefault(identity, index) for index, identity in enumerate(identities)]
 
 
-def _layer(name: str, module: nn.Module, coefficient: float, method: Method) -> Layer:
+def _layer(name: str, module: nn.Module, coefficient: float, method: Method, squared: bool) -> Layer:
     weight = find.weight_of(module)
     axes = len(module.kernel_size) if find.is_convolution(module) else 0  # type: ignore[arg-type]
     if weight.dim() != axes + 2:
@@ -268,7 +292,17 @@ def _layer(name: str, module: nn.Module, coefficient: float, method: Method) -> 
     dilation = tuple(module.dilation) if axes else ()  # type: ignore[arg-type]
     groups = int(module.groups) if axes else 1  # type: ignore[arg-type]
     return Layer(
-        name, module, coefficient, method, tuple(weight.shape), stride, dilation, groups, weight.dtype, weight.device
+        name,
+        module,
+        coefficient,
+        method,
+        squared,
+        tuple(weight.shape),
+        stride,
+        dilation,
+        groups,
+        weight.dtype,
+        weight.device,
     )
 
 

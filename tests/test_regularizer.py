@@ -114,6 +114,16 @@ def test_a_pattern_must_match() -> None:
         OrthRegularizer(small(), include=["1", "layer9.*"])
 
 
+@pytest.mark.parametrize(("argument", "value"), [("weight", 0.1), ("method", "srip")])
+def test_a_pattern_of_a_mapping_must_match(argument: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"{argument} pattern 'layer9\.\*' matches none of the layers 0, 1, 3, 4, 6"):
+        OrthRegularizer(small(), **{argument: {"*": value, "layer9.*": value}})
+    lazy = nn.Sequential(nn.LazyConv2d(8, 3))
+    OrthRegularizer(lazy, **{argument: {"0": value}})
+    with pytest.raises(ValueError, match=f"{argument} pattern '1' matches none of the layers 0"):
+        OrthRegularizer(lazy, **{argument: {"1": value}})
+
+
 def test_nothing_to_do_is_said_once() -> None:
     with pytest.warns(UserWarning, match="found no layer to regularise"):
         reg = OrthRegularizer(nn.Sequential(nn.ReLU()))
@@ -182,6 +192,44 @@ def test_norms_and_sizes(normalize: str, method: str) -> None:
         total = total + loss / (layer.weight.numel() if normalize == "numel" else 1)
     torch.testing.assert_close(reg(), total)
     assert_added(reg, model, grads_of(total, model))
+
+
+@pytest.mark.parametrize(
+    ("layer", "groups"),
+    [
+        (nn.Conv2d(16, 64, 1), 1),
+        (nn.Conv2d(16, 64, 1, 2), 1),
+        (nn.Conv2d(4, 64, 3), 1),
+        (nn.Conv2d(8, 72, 2, groups=2), 2),
+        (nn.Conv2d(16, 8, 1), 1),
+        (nn.Linear(5, 20), 1),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("near", [True, False])
+def test_norm_of_kernel_orthogonality_is_that_of_the_smaller_gram(layer: nn.Module, groups: int, near: bool) -> None:
+    """Near orthogonality in float32 too: no constant is subtracted that would leave rounding."""
+    layer = copy.deepcopy(layer)
+    for part in layer.weight.data.chunk(groups):
+        nn.init.orthogonal_(part)
+    layer.weight.data += (1e-4 if near else 0.3) * torch.randn_like(layer.weight)
+    model = nn.Sequential(layer)
+    reg = OrthRegularizer(model, 1.0, include="0", method="kernel", squared=False)
+    exact = layer.weight.detach().double().requires_grad_()
+    residuals = []
+    for matrix in (part.flatten(1) for part in exact.chunk(groups)):
+        smaller = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+        residuals.append((smaller @ smaller.T - torch.eye(len(smaller), dtype=torch.float64)).flatten())
+    norm = torch.cat(residuals).norm()
+    (gradient,) = torch.autograd.grad(norm, exact)
+    tolerance = {"rtol": 1e-2, "atol": 1e-2} if near else {"rtol": 1e-4, "atol": 1e-5}
+    torch.testing.assert_close(reg(), norm.float(), rtol=tolerance["rtol"], atol=1e-6)
+    torch.testing.assert_close(grads_of(reg(), model)["0.weight"], gradient.float(), **tolerance)
+    torch.testing.assert_close(reg.per_layer()["0"], reg().detach())
+    reg.add_grad_()
+    torch.testing.assert_close(layer.weight.grad, gradient.float(), **tolerance)
+    assert reg.layers["0"].floor == 0
+    assert re.search(r"kernel .* 1 +0$", str(reg), re.MULTILINE)
 
 
 def test_norm_at_an_orthogonal_weight_has_no_gradient() -> None:
@@ -325,6 +373,58 @@ def test_a_sum_of_parameters() -> None:
     assert torch.equal(original.grad, update.grad)
     original.grad.zero_()
     assert update.grad.any()
+
+
+def test_a_source_that_layers_share() -> None:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+    for layer in model:
+        parametrize.register_parametrization(layer, "weight", Sum(layer))
+    shared = model[0].parametrizations.weight[0].update
+    model[1].parametrizations.weight[0].update = shared
+    reg = OrthRegularizer(model, 1.0)
+    assert list(reg.layers) == ["0", "1"]
+    expected = grads_of(reg(), model)
+    assert_added(reg, model, expected)
+
+
+def test_tied_biases_do_not_tie_weights() -> None:
+    """However the bias is computed, and in whichever order."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+    for layer in model[:2]:
+        for name in ("bias", "weight"):
+            parametrize.register_parametrization(layer, name, nn.Identity())
+    model[1].parametrizations.bias.original = model[0].parametrizations.bias.original
+    for layer in model[2:]:
+        prune.identity(layer, "bias")
+        prune.identity(layer, "weight")
+    model[3].bias_orig = model[2].bias_orig
+    reg = OrthRegularizer(model, 1.0)
+    assert list(reg.layers) == ["0", "1", "2", "3"]
+    torch.testing.assert_close(reg(), sum(loss_of(layer) for layer in model))
+    assert_added(reg, model, grads_of(reg(), model))
+    model[1].parametrizations.weight.original = model[0].parametrizations.weight.original
+    reg.refresh()
+    assert reg.left_out == {"1": "tied to 0"}
+
+
+def test_weights_that_share_one_of_two_sources_are_not_tied() -> None:
+    model = nn.Sequential(*(parametrizations.weight_norm(nn.Conv2d(4, 4, 3)) for _ in range(2)))
+    model[1].parametrizations.weight.original0 = model[0].parametrizations.weight.original0
+    reg = OrthRegularizer(model, 1.0)
+    assert list(reg.layers) == ["0", "1"]
+    torch.testing.assert_close(reg(), loss_of(model[0]) + loss_of(model[1]))
+    assert_added(reg, model, grads_of(reg(), model))
+
+
+def test_losses_within_cached_parametrisations() -> None:
+    """What is looked at first without a gradient must not be kept for the model, which needs one."""
+    model = small()
+    parametrizations.weight_norm(model[1])
+    reg = OrthRegularizer(model)
+    for look in (reg.per_layer, reg.add_grad_):
+        with parametrize.cached():
+            look()
+            assert model[1].weight.requires_grad
 
 
 def test_functional_call() -> None:
@@ -487,6 +587,12 @@ def test_moved_to_another_device() -> None:
     model.to("meta")
     assert reg().device.type == "meta"
     assert all(loss.device.type == "meta" for loss in reg.per_layer().values())
+    model.to_empty(device="cpu")
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    expected = sum(loss_of(model[index]) for index in (1, 3, 4))
+    torch.testing.assert_close(reg(), 0.1 * expected)
+    assert_added(reg, model, grads_of(0.1 * expected, model))
 
 
 def test_unchanged_model_is_looked_at_once() -> None:
@@ -508,6 +614,22 @@ def test_own_attributes_may_change() -> None:
     torch.testing.assert_close(reg(), 0.5 * OrthRegularizer(model, 1.0)())
     reg.method = "kernel"
     torch.testing.assert_close(reg(), OrthRegularizer(model, 0.5, method="kernel")())
+
+
+def test_another_schedule_counts_at_once() -> None:
+    model = small()
+    full = OrthRegularizer(model)()
+    reg = OrthRegularizer(model)
+    reg.step()
+    reg.schedule = schedules.Warmup(4)
+    assert reg.factor == 0.25
+    torch.testing.assert_close(reg(), 0.25 * full)
+    reg.every = 2
+    assert reg().item() == 0
+    reg.step()
+    torch.testing.assert_close(reg(), full)
+    reg.schedule = None
+    torch.testing.assert_close(reg(), 2 * full)
 
 
 def test_frozen_weights_count_but_get_no_gradient() -> None:
@@ -652,23 +774,49 @@ def test_bad_schedules(build: Callable[[], Any], message: str) -> None:
         build()
 
 
-def test_steps_that_nobody_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ocnn_fused.regularizer._CALLS_WITHOUT_STEP", 3)
+@pytest.mark.parametrize("options", [{"schedule": schedules.Warmup(4)}, {"every": 4}], ids=str)
+@pytest.mark.parametrize("direct", [False, True])
+def test_steps_that_nobody_counts(options: dict[str, Any], direct: bool) -> None:
+    """Said at the third update of the weights, once; parts of an accumulation are no updates."""
     model = small()
-    forgotten, counted = (OrthRegularizer(model, schedule=schedules.Warmup(4)) for _ in range(2))
+    parametrizations.weight_norm(model[1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def update(reg: OrthRegularizer) -> None:
+        optimizer.zero_grad()
+        for _ in range(4):
+            model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+            reg.add_grad_() if direct else reg().backward()
+        optimizer.step()
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        plain = OrthRegularizer(model, exclude="3")
+        counted, plain = OrthRegularizer(model, **options), OrthRegularizer(model)
         for _ in range(5):
-            plain()
-            counted()
+            update(plain)
+            update(counted)
             counted.step()
-        forgotten(), forgotten()
-    with pytest.warns(UserWarning, match=r"step\(\) never.*reg\.attach\(optimizer\)"):
-        forgotten()
+        forgotten = OrthRegularizer(model, **options)
+        for _ in range(3):
+            update(forgotten)
+    with pytest.warns(UserWarning, match=r"step\(\) was never called.*every=n is n times too strong") as caught:
+        update(forgotten)
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        forgotten()
+        for _ in range(5):
+            update(forgotten)
+
+
+def test_steps_that_nobody_counts_and_updates_that_nobody_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ocnn_fused.regularizer._CALLS_WITHOUT_STEP", 5)
+    reg = OrthRegularizer(small(), every=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(4):
+            reg()
+    with pytest.warns(UserWarning, match=r"0 times in 5 calls.*reg\.attach\(optimizer\)"):
+        reg()
 
 
 def test_an_optimizer_counts() -> None:
@@ -972,6 +1120,17 @@ def test_table() -> None:
     assert "Warmup(steps=4" in text
     shares = [float(share) for share in re.findall(r"([\d.]+)%", text)]
     assert sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_table_shows_the_plans_of_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = pytest.importorskip("ocnn_fused.backends.triton.model").GPU_RATES
+    monkeypatch.setattr("ocnn_fused.backends.pytorch.RATES", rates)
+    model = nn.Sequential(nn.Conv2d(8, 8, 3))
+    (layer,) = OrthRegularizer(model).layers.values()
+    expected = {"torch": layer.plan(rates).name, "cpu": layer.plan().name}
+    assert expected["torch"] != expected["cpu"]
+    for backend, plan in expected.items():
+        assert re.search(rf"conv +{plan} ", str(OrthRegularizer(model, backend=backend)))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
