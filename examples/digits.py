@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 from ocnn_fused import OrthRegularizer
 
-TEST_IMAGES = 597  # of 1797
+TEST_IMAGES = 897  # of 1797
 BATCH = 64
 
 
 def digits() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Training images ``(1200, 1, 8, 8)`` and labels, test images and labels; always the same split."""
+    """Training images ``(900, 1, 8, 8)`` and labels, test images and labels; always the same split."""
     data = load_digits()
     order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
     images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1)[order] / 16

@@ -24,13 +24,14 @@ def test_singular_values_are_those_of_the_matrix(rows: int, channels: int, strid
 
 
 @pytest.mark.slow
-def test_spectrum_tightens_and_accuracy_stays() -> None:
+def test_spectrum_tightens_and_accuracy_does_not_fall() -> None:
+    """The documented run with one seed and half the epochs; over five seeds the factor is at least 1.9."""
     plain, regularised = (train(seed=0, weight=weight, epochs=8) for weight in (0.0, 0.01))
     assert regularised.condition.keys() == {"down", "widen", "narrow"}
     for name, condition in regularised.condition.items():
-        assert condition < plain.condition[name] / 1.5, name
+        assert condition < plain.condition[name] / 1.8, name
     assert plain.accuracy > 0.97
-    assert regularised.accuracy >= plain.accuracy - 0.005  # three of 597 images
+    assert regularised.accuracy >= plain.accuracy
 
 
 def test_table() -> None:

@@ -136,7 +136,7 @@ def train_transformers(folder: str, **options: Any) -> Weights:
     return trainer.model.net.state_dict()
 
 
-def train_accelerate(world: int = 1, accumulate: int = 1) -> Weights:
+def train_accelerate(world: int = 1, accumulate: int = 1, attach: bool = False) -> Weights:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
@@ -145,12 +145,14 @@ def train_accelerate(world: int = 1, accumulate: int = 1) -> Weights:
         plain, torch.optim.SGD(plain.parameters(), lr=RATE), images_in_order(IMAGES // STEPS // world // accumulate)
     )
     reg = OrthRegularizer(model, **OPTIONS)
+    if attach:
+        reg.attach(optimizer)
     for images, labels in loader:
         with accelerator.accumulate(model):
             accelerator.backward(F.cross_entropy(model(images), labels) + reg())
             optimizer.step()
             optimizer.zero_grad()
-        if accelerator.sync_gradients:
+        if accelerator.sync_gradients and not attach:
             reg.step()
     return plain.state_dict()
 

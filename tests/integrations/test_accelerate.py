@@ -15,6 +15,11 @@ def test_weights_are_those_of_the_loop(accumulate: int) -> None:
     assert_same(train_accelerate(accumulate=accumulate), by_hand())
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_prepared_optimizer_counts(accumulate: int) -> None:
+    assert_same(train_accelerate(accumulate=accumulate, attach=True), by_hand())
+
+
 def test_example(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     from accelerate_training import main
