@@ -7,6 +7,7 @@ import io
 import math
 import pickle
 import re
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -909,30 +910,45 @@ def test_bfloat16_autocast() -> None:
     assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("direct", [False, True])
-def test_grad_scaler(direct: bool) -> None:
-    """Scaled, unscaled and stepped as without a scaler; a step with an overflow is skipped."""
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("way", ["loss", "scaled gradients", "unscaled gradients"])
+def test_grad_scaler(way: str, half: bool) -> None:
+    """Scaled, unscaled, clipped and stepped as without a scaler; a step with an overflow is skipped."""
     torch.manual_seed(1)
     model, x, y = small(), torch.randn(4, 3, 8, 8), torch.randint(4, (4,))
-    plain = copy.deepcopy(model)
+    plain, before = copy.deepcopy(model), copy.deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     for net in (model, plain):
         reg = OrthRegularizer(net)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
-            loss = F.cross_entropy(net(x), y)
+            with torch.autocast("cpu", torch.float16, enabled=half and net is model):
+                loss = F.cross_entropy(net(x), y)
+                if net is plain or way == "loss":
+                    loss = loss + reg()
             if net is plain:
-                (loss + reg()).backward()
+                loss.backward()
+            else:
+                scaler.scale(loss).backward()
+                if way == "scaled gradients":
+                    reg.add_grad_(scaler.get_scale())
+                scaler.unscale_(optimizer)
+                if way == "unscaled gradients":
+                    reg.add_grad_()
+            norm = nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+            assert norm > 0.5
+            if net is plain:
                 optimizer.step()
-                continue
-            scaler.scale(loss if direct else loss + reg()).backward()
-            if direct:
-                reg.add_grad_(scaler.get_scale())
-            scaler.step(optimizer)
-            scaler.update()
+            else:
+                scaler.step(optimizer)
+                scaler.update()
+    assert scaler.get_scale() == 2.0**12
+    tolerance = {"rtol": 0, "atol": 2e-4} if half else {}
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
+        torch.testing.assert_close(one, other, **tolerance)
+    for index in (1, 3, 4):
+        assert (plain[index].weight - before[index].weight).abs().max() > 2e-3, "more than the tolerance hides"
 
     reg = OrthRegularizer(model, every=2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -1035,6 +1051,41 @@ def test_compiled_training_step() -> None:
         results.append((losses, list(model.parameters())))
     for one, other in zip(*(losses + parameters for losses, parameters in results), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_training_step_is_not_broken_up(backend: str) -> None:
+    """As many graphs, for the same reasons, as the step has without the regulariser; and one compilation."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    from torch._dynamo.utils import counters
+
+    if backend == "inductor" and shutil.which("c++") is None:
+        pytest.skip("inductor needs a C++ compiler")
+    x, y = torch.randn(4, 3, 8, 8), torch.randint(4, (4,))
+    start, found = small(), []
+    for regularised, compiled in ((False, True), (True, True), (True, False)):
+        torch._dynamo.reset()
+        counters.clear()
+        model = copy.deepcopy(start)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        reg = OrthRegularizer(model) if regularised else lambda: 0.0
+
+        def train(model: nn.Module = model, reg: Any = reg, optimizer: torch.optim.Optimizer = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y) + reg()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        counter = CompileCounterWithBackend(backend)
+        run = torch.compile(train, backend=counter) if compiled else train
+        losses = torch.stack([run() for _ in range(4)])
+        found.append((counter.frame_count, dict(counters["graph_break"]), losses))
+    (frames, breaks, _), (frames_with, breaks_with, losses), (_, _, expected) = found
+    assert frames > 0
+    assert frames_with == frames
+    assert breaks_with == breaks
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_double_backward() -> None:
