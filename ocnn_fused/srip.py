@@ -14,7 +14,8 @@ def srip_loss(weight: Tensor, *, groups: int = 1, squared: bool = True, power_it
     .. math:: L = \sigma_{\max}(W W^T - I)^2 = \max_i (s_i^2 - 1)^2, \quad W = (M, C k_1 \cdots k_n)
 
     with singular values :math:`s_i`. A weight with more rows than columns is worked on by columns
-    (:math:`W^T W - I`): its row residual always has the eigenvalue -1 and says nothing. Groups add.
+    (:math:`W^T W - I`): its row residual always has the eigenvalue -1 and says nothing. The original code takes columns
+    always, and has that eigenvalue for weights with fewer rows. Groups add.
 
     The leading vector ``v`` comes from ``power_iterations`` steps from a fixed start: the same weight gives the same
     bits, there is no state, and the result is a lower bound that tightens with more steps. The gradient is that of

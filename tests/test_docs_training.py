@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from networks import resnet18
 from torch.utils.data import DataLoader, TensorDataset
 
 TEXT = (Path(__file__).resolve().parents[1] / "docs" / "training.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+BLOCKS = [dedent(block) for _, block in re.findall(r"^( *)```python\n(.*?)^\1```", TEXT, re.MULTILINE | re.DOTALL)]
 #: A framework and the word by which its block is known.
 FRAMEWORKS = {"lightning": "lightning", "transformers": "transformers", "accelerate": "accelerator"}
 
@@ -59,7 +60,8 @@ def one_process() -> Iterator[None]:
 def test_blocks_without_a_framework(capsys: pytest.CaptureFixture[str]) -> None:
     names = namespace()
     plain = [block for block in BLOCKS if not any(word in block for word in FRAMEWORKS.values())]
-    assert len(plain) >= 8
+    assert len(plain) >= 10
+    assert any("find_unused_parameters" in block for block in plain)
     for block in plain:
         exec(block, names)
         names["optimizer"].zero_grad()

@@ -25,8 +25,8 @@ class OrthTrainerMixin:
 
     Whether Trainer divides a loss by the number of accumulated batches depends on the model, so the loss is left alone
     and the gradient is put into ``.grad`` before the one backward of each optimiser step that synchronises: computed
-    once per step, averaged by DistributedDataParallel (each rank computes its share of the layers), unscaled by a
-    GradScaler, seen by gradient clipping.
+    once per step, averaged by DistributedDataParallel (each rank computes its share of the layers, unless DDP looks for
+    unused ones: ``ddp_find_unused_parameters=False``), unscaled by a GradScaler, seen by gradient clipping.
 
     Args:
         orth: what :class:`OrthRegularizer` takes besides the model, for instance ``{"weight": 0.1}``.
