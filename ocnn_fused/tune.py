@@ -90,7 +90,6 @@ def tune(
     from .backends import triton as backend
     from .backends.triton.config import resolve_precision
     from .backends.triton.model import choose_plan, spec_of
-    from .backends.triton.tables import supported
     from .ops import plan_for
 
     weights = [weight.detach() for weight in weights]
@@ -119,7 +118,7 @@ def tune(
             best = seconds, config
     if best is None:
         raise RuntimeError("no candidate configuration could be run")
-    _remember(_key(spec.name, chosen, [supported(choose_plan(plan, spec, chosen)) for plan in plans]), best[1])
+    _remember(_key(spec.name, chosen, [choose_plan(plan, spec, chosen) for plan in plans]), best[1])
     return best[1]
 
 

@@ -16,6 +16,7 @@ from triton_support import (
     EDGES,
     TOLERANCE,
     Call,
+    candidates,
     errors,
     execution,
     needs_interpreter,
@@ -27,9 +28,8 @@ from triton_support import (
 
 from ocnn_fused.backends import triton as backend
 from ocnn_fused.backends.triton import cooperative, kernels, launch
-from ocnn_fused.backends.triton.config import SHIPPED, Config, choose_config, resolve_precision
+from ocnn_fused.backends.triton.config import PRECISIONS, SHIPPED, Config, choose_config, resolve_precision
 from ocnn_fused.backends.triton.model import SPECS, choose_plan, explain, plan_seconds, prefer_single, stages
-from ocnn_fused.backends.triton.tables import supported
 from ocnn_fused.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -380,19 +380,51 @@ def test_one_launch_for_little_work_only() -> None:
     assert not prefer_single([little] * 10_000, spec, "tf32")
 
 
-@pytest.mark.parametrize("device", SPECS)
-def test_the_model_chooses_its_own_minimum_and_says_so(device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "case", "expected"),
+    [
+        *((device, Case((256, 256, 3, 3)), "toom/row") for device in SPECS),  # a third of the products
+        ("A100", Case((128, 64, 3, 3)), "toom/column"),
+        ("H100", Case((128, 64, 3, 3)), "direct/column"),  # its products are cheap next to the traffic of planes
+        ("RTX 4090", Case((64, 64, 2, 2)), "toom/row"),
+        ("A100", Case((64, 64, 2, 2)), "direct/row"),
+    ],
+    ids=str,
+)
+def test_the_model_chooses_and_says_so(device: str, case: Case, expected: str) -> None:
     spec = SPECS[device]
     precision = spec.native_precision("tf32")
-    plan = plan_named(Case((256, 128, 3, 3)), "toom/row")
-    best = next(p for p in (plan, *plan.alternatives))
-    chosen = choose_plan(best, spec, precision)
-    assert plan_seconds(chosen, spec, precision) == min(
-        plan_seconds(p, spec, precision) for p in (best, *best.alternatives)
-    )
+    best = candidates(case)[0]
+    times = {plan.name: plan_seconds(plan, spec, precision) for plan in (best, *best.alternatives)}
+    assert choose_plan(best, spec, precision).name == expected
+    assert times[expected] == min(times.values())
     text = explain(best, device)
-    assert "modelled" in text
-    assert text.count("<- chosen") == 1
+    assert text.startswith(f"{device}, {precision} (modelled, not measured)")
+    (line,) = (line for line in text.splitlines() if line.endswith("<- chosen"))
+    assert line.startswith(expected)
+    assert {line.split()[0] for line in text.splitlines()[2:]} == set(times)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(
+    "case", [Case((256, 64, 7, 7), 2), Case((256, 64, 9, 9), 2), Case((512, 64, 5, 5, 5), 2), Case((4, 4, 4, 4, 4))]
+)
+def test_chosen_plans_fit_the_mix(case: Case, precision: str) -> None:
+    plan = candidates(case)[0]
+    assert any(one.outputs > 64 and not one.is_diagonal for one in (plan, *plan.alternatives))
+    for device, spec in SPECS.items():
+        chosen = choose_plan(plan, spec, spec.native_precision(precision))
+        assert chosen.is_diagonal or chosen.outputs <= 64
+        assert "can be mixed" in explain(plan, device, precision)
+
+
+def test_a_plan_is_modelled_once() -> None:
+    """Choosing one launch or several must not cost host time at every call."""
+    plan_seconds.cache_clear()
+    plans = [plan_named(Case((64, 64, 3, 3)), "toom/row"), plan_named(Case((64, 32)), "gram/row")]
+    for _ in range(3):
+        prefer_single(plans, SPECS["A100"], "tf32")
+    assert plan_seconds.cache_info().misses == len(plans)
 
 
 def test_counted_work_of_a_plan() -> None:
@@ -402,14 +434,6 @@ def test_counted_work_of_a_plan() -> None:
     assert work["gram"].products == 12 * unit + 3 * unit // 4
     assert work["apply"].products == 25 * unit
     assert list(work) == ["evaluate", "gram", "mix", "apply", "gather"]
-
-
-def test_plans_that_do_not_fit_the_mix_are_replaced() -> None:
-    plan = plan_named(Case((4, 4, 4, 4, 4)), "toom/row")
-    assert plan.outputs > 64
-    best = next(p for p in (plan, *plan.alternatives))
-    replacement = supported(best) if best.alternatives else None
-    assert replacement is None or replacement.is_diagonal or replacement.outputs <= 64
 
 
 @pytest.mark.gpu

@@ -47,11 +47,10 @@ def run(
     if any(weight.dtype == torch.float64 for weight in weights):
         return _run_with_float64(weights, plans, with_grad, precision=precision, launch=launch, config=config)
     from .launch import Call
-    from .tables import supported
 
     spec = spec_of(weights[0].device)
     precision = spec.native_precision(asked_precision)
-    plans = [supported(choose_plan(plan, spec, precision)) for plan in plans]
+    plans = [choose_plan(plan, spec, precision) for plan in plans]
     single = launch == "single" or (launch == "auto" and prefer_single(plans, spec, precision))
     config = config or (single_config(spec.shipped[precision]) if single else config_for(plans, precision, spec))
     call = Call(weights, plans, with_grad, precision, config)

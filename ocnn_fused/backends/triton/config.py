@@ -67,6 +67,9 @@ def mix_registers(capability: tuple[int, int]) -> int:
     return 176 if capability == (8, 0) else 168
 
 
+#: Numbers of outputs that the mix stage holds at once; it is compiled for each of them.
+MIX_SIZES = (16, 32, 64)
+
 #: Of the stages that are no products, whatever the tiles of the products; their own tiles hold 4096 values.
 ELEMENTWISE_WARPS, ELEMENTWISE_STAGES = 4, 3
 

@@ -15,7 +15,7 @@ from math import prod
 import torch
 
 from ...plan import Plan, Rates
-from .config import SHIPPED, SHIPPED_AMD, Config
+from .config import MIX_SIZES, SHIPPED, SHIPPED_AMD, Config
 
 
 @dataclass(frozen=True)
@@ -177,6 +177,7 @@ def stage_seconds(stage: Stage, spec: DeviceSpec, precision: str, resident_bytes
     return max(stage.products / matmul, stage.elementwise / (spec.elementwise * spec.efficiency), stage.bytes / rate)
 
 
+@lru_cache(maxsize=16384)
 def plan_seconds(plan: Plan, spec: DeviceSpec, precision: str, with_grad: bool = True) -> float:
     """Modelled time of one layer without launches."""
     work = stages(plan, precision, with_grad)
@@ -184,10 +185,40 @@ def plan_seconds(plan: Plan, spec: DeviceSpec, precision: str, with_grad: bool =
     return sum(stage_seconds(stage, spec, precision, resident) for stage in work)
 
 
+#: Error of the gradient with operands rounded to TF32 or bfloat16, in units of the direct plan's, by the taps of a
+#: class on one axis; axes multiply. Emulated for random weights with as many filters as channels.
+_AMPLIFICATION = {3: 1.6, 4: 1.4, 5: 1.8}
+#: How it grows with the ratio of the longer to the shorter side of the weight, where the longer one is summed over.
+_GROWTH = {"row": 0.1, "column": 0.3}
+#: Beyond this estimate single entries of the gradient are off by four times as much as the direct plan's.
+MAX_AMPLIFICATION = 3.3
+
+
+def amplification(plan: Plan) -> float:
+    """Estimated error of the gradient for rounded operands, in units of the direct plan's."""
+    if plan.is_diagonal:
+        return 1.0
+    wide = plan.channels * prod(axis.residues for axis in plan.axes)
+    summed = wide / plan.rows if plan.side == "row" else plan.rows / wide
+    return (
+        prod(_AMPLIFICATION.get(axis.class_taps(0), 1.0) for axis in plan.axes) * max(1, summed) ** _GROWTH[plan.side]
+    )
+
+
+def refusal(plan: Plan, precision: str) -> str | None:
+    """Why a plan is never chosen in this precision, or None; a direct plan always serves."""
+    if not plan.is_diagonal and plan.outputs > MIX_SIZES[-1]:
+        return f"{plan.outputs} outputs, at most {MIX_SIZES[-1]} can be mixed"
+    if precision in ("tf32", "bf16") and amplification(plan) > MAX_AMPLIFICATION:
+        return f"not accurate enough in {precision}"
+    return None
+
+
 @lru_cache(maxsize=4096)
 def choose_plan(plan: Plan, spec: DeviceSpec, precision: str) -> Plan:
-    """The candidate with the least modelled time on this device."""
-    return min((plan, *plan.alternatives), key=lambda candidate: plan_seconds(candidate, spec, precision))
+    """Of the candidates that serve, the one with the least modelled time on this device."""
+    candidates = [one for one in (plan, *plan.alternatives) if refusal(one, precision) is None]
+    return min(candidates, key=lambda candidate: plan_seconds(candidate, spec, precision))
 
 
 def explain(plan: Plan, device: torch.device | str, precision: str = "tf32") -> str:
@@ -202,10 +233,11 @@ def explain(plan: Plan, device: torch.device | str, precision: str = "tf32") -> 
     candidates = sorted((plan, *plan.alternatives), key=lambda candidate: plan_seconds(candidate, spec, precision))
     for candidate in candidates:
         work = stages(candidate, precision)
+        remark = "<- chosen" if candidate is chosen else refusal(candidate, precision)
         lines.append(
             f"{candidate.name:<14}{len(candidate.products):>10}{sum(s.products for s in work) / 1e6:>11.4g}M"
             f"{sum(s.elementwise for s in work) / 1e6:>12.4g}M{sum(s.bytes for s in work) / 1e6:>10.4g}"
-            f"{plan_seconds(candidate, spec, precision) * 1e6:>13.2f}{'   <- chosen' if candidate is chosen else ''}"
+            f"{plan_seconds(candidate, spec, precision) * 1e6:>13.2f}{f'   {remark}' if remark else ''}"
         )
     return "\n".join(lines)
 

@@ -16,11 +16,8 @@ import torch
 
 from ...plan import Block, Matrix, Plan
 from . import fields
-from .config import Config
+from .config import MIX_SIZES, Config
 from .fields import BlockRow, GradientRow, LossRow, MixRow, OutputRow, ProductRow, SmallRow, TermRow, Tile
-
-#: Most outputs that the mix stage holds at once.
-MAX_MIXED = 64
 
 _CHUNK, _ALIGN = fields.CHUNK.value, fields.ALIGN.value
 _DTYPES = {
@@ -160,14 +157,6 @@ class Tables:
     def stage(self, name: str) -> tuple[int, int]:
         index = STAGES.index(name)
         return (self.ends[index - 1] if index else 0), self.ends[index]
-
-
-def supported(plan: Plan) -> Plan:
-    """The plan itself, or the best of its alternatives that the mix stage can hold."""
-    for candidate in (plan, *plan.alternatives):
-        if candidate.is_diagonal or candidate.outputs <= MAX_MIXED:
-            return candidate
-    raise NotImplementedError(f"no plan for {plan!r} fits the mix stage")  # the direct plan always does
 
 
 def build_tables(
@@ -386,7 +375,7 @@ class _Builder:
         side = plan.work_rows
         if len(plan.lags) > plan.outputs:
             raise ValueError(f"{plan!r} has more lags than outputs: the residuals would not fit in their place")
-        size = next(size for size in (16, 32, 64) if size >= plan.outputs)
+        size = next(size for size in MIX_SIZES if size >= plan.outputs)
         symmetric, antisymmetric = plan.symmetric, plan.antisymmetric
         # The second pass meets residuals, whose sum and difference are twice rs and ra.
         adjoints = (_halved(plan.adjoint(symmetric)), _halved(plan.adjoint(antisymmetric)))
