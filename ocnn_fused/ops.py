@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from . import _extension, backends
 from .backends.lowering import accumulation_dtype
@@ -22,9 +23,15 @@ from .plan import Plan, Rates, make_plan, reduce_axis
 
 _GEOMETRY = "int[] strides, int[] dilations, int[] paddings, int[] groups, str side, str backend"
 
+# Tables that a first call leaves on the device would lie in the private memory of torch.compile's own CUDA graphs, so
+# these leave the ops out; graphs that the user captures are not affected. Older torch has no such tag.
+_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+
 _library = torch.library.Library("ocnn_fused", "FRAGMENT")
-_library.define(f"orth_loss(Tensor[] weights, {_GEOMETRY}) -> Tensor[]")
-_library.define(f"orth_loss_and_grad(Tensor[] weights, {_GEOMETRY}, bool[] with_grad) -> (Tensor[], Tensor[])")
+_library.define(f"orth_loss(Tensor[] weights, {_GEOMETRY}) -> Tensor[]", tags=_TAGS)
+_library.define(
+    f"orth_loss_and_grad(Tensor[] weights, {_GEOMETRY}, bool[] with_grad) -> (Tensor[], Tensor[])", tags=_TAGS
+)
 
 
 def plan_for(
@@ -90,6 +97,8 @@ def run(
     plans = list(_plans(weights, strides, dilations, paddings, groups, side, module))
     if all(with_grad) or not any(with_grad):
         losses, grads = module.run(weights, plans, any(with_grad), **options)
+    elif getattr(module, "GRADS_PER_WEIGHT", False):
+        losses, grads = module.run(weights, plans, with_grad, **options)
     else:
         losses, grads = _run_some(module, weights, plans, with_grad, options)
     return losses, grads or [weight.new_empty(0) for weight in weights]
@@ -115,13 +124,23 @@ def _run_some(
     return losses, grads
 
 
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """Each with a storage of its own, as the outputs of an op must be: a backend may return pieces of one buffer."""
+    return [from_dlpack(to_dlpack(one)) if one.untyped_storage().nbytes() > one.nbytes else one for one in tensors]
+
+
 def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> list[Tensor]:
     arguments = (*geometry, [False] * len(weights))
-    return run(weights, *arguments)[0]
+    return _apart(run(weights, *arguments)[0])
+
+
+def _orth_loss_and_grad(weights: Sequence[Tensor], *geometry: Any) -> tuple[list[Tensor], list[Tensor]]:
+    losses, grads = run(weights, *geometry)
+    return _apart(losses), _apart(grads)
 
 
 _library.impl("orth_loss", _orth_loss, "CompositeExplicitAutograd")
-_library.impl("orth_loss_and_grad", run, "CompositeExplicitAutograd")
+_library.impl("orth_loss_and_grad", _orth_loss_and_grad, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("ocnn_fused::orth_loss", lib=_library)

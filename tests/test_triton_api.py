@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from conftest import TOLERANCES
-from oracle import Case
+from oracle import Case, loss_and_grad
 from triton_support import DEVICE, errors, execution, needs_interpreter, on_device
 
 from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach, kernel_orth_loss
@@ -40,6 +40,40 @@ def test_foreach() -> None:
         assert worst <= TOLERANCES[torch.float32]
 
 
+@needs_interpreter
+def test_frozen_layers_are_not_a_second_pass() -> None:
+    weights = [on_device(case).requires_grad_(index != 1) for index, case in enumerate(CASES)]
+    with execution() as scheduler:
+        losses = fused_orth_loss_foreach(
+            weights,
+            [case.stride for case in CASES],
+            groups=[case.groups for case in CASES],
+            backend="triton",
+            precision="ieee",
+            launch="staged",
+        )
+        losses.sum().backward()
+    assert set(scheduler.launches.values()) == {1}
+    for case, weight, loss in zip(CASES, weights, losses, strict=True):
+        grad = weight.grad if weight.grad is not None else torch.from_numpy(loss_and_grad(weight, case)[1])
+        assert max(errors(loss.detach().cpu(), grad.cpu(), weight.detach(), case)) <= TOLERANCES[torch.float32]
+    assert weights[1].grad is None
+
+
+def test_a_list_with_float64_and_frozen_weights() -> None:
+    cases = [Case((6, 8))] * 4
+    dtypes = [torch.float64, torch.float32, torch.float64, torch.float32]
+    weights = [on_device(case, dtype, seed) for seed, (case, dtype) in enumerate(zip(cases, dtypes, strict=True))]
+    for weight in weights[:2]:
+        weight.requires_grad_()
+    with execution():
+        losses = fused_orth_loss_foreach(weights, backend="triton", precision="ieee")
+        losses.sum().backward()
+    for case, weight, loss in zip(cases[:2], weights, losses, strict=False):
+        assert max(errors(loss.detach().cpu(), weight.grad.cpu(), weight.detach(), case)) <= TOLERANCES[torch.float32]
+    assert all(weight.grad is None for weight in weights[2:])
+
+
 def test_compiled_without_graph_breaks() -> None:
     weight = on_device(CASES[1]).requires_grad_()
 
@@ -58,10 +92,11 @@ def test_compiled_without_graph_breaks() -> None:
 def test_the_op_keeps_its_promises() -> None:
     weights = [on_device(case).requires_grad_() for case in CASES[:2]]
     arguments = (weights, [2], [1], [-1], [1, 1], "auto", "triton;precision=ieee")
+    with_grad = ([True, True], [True, False], [False, True])
+    ops = torch.ops.ocnn_fused
     with execution():
-        torch.library.opcheck(
-            torch.ops.ocnn_fused.orth_loss.default, arguments, test_utils=("test_schema", "test_faketensor")
-        )
+        for op, *more in ((ops.orth_loss,), *((ops.orth_loss_and_grad, wanted) for wanted in with_grad)):
+            torch.library.opcheck(op.default, (*arguments, *more), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_options_are_checked() -> None:

@@ -184,7 +184,7 @@ def test_any_strides_and_alignment(name: str) -> None:
 def test_channels_last_direct_needs_neither_evaluate_nor_gather() -> None:
     case = Case((8, 16, 3, 3))
     weight = on_device(case).contiguous(memory_format=torch.channels_last)
-    tables = tables_for([weight], [plan_named(case, "direct/row")], torch.float32, BIG)
+    tables = tables_for([weight], [plan_named(case, "direct/row")], [True], torch.float32, BIG)
     assert {stage: end - begin for stage in ("evaluate", "mix", "gather") for begin, end in [tables.stage(stage)]} == {
         "evaluate": 0,
         "mix": 0,
@@ -211,7 +211,7 @@ def test_products_executed_are_those_counted(monkeypatch: pytest.MonkeyPatch) ->
     cases = [(Case((20, 6, 3, 3)), "toom/row"), (Case((18, 5, 3)), "direct/row"), (Case((40, 16)), "gram/column")]
     weights, plans = [on_device(case) for case, _ in cases], [plan_named(*case) for case in cases]
     run(weights, plans, config=EDGES)
-    assert executed == tables_for(weights, plans, torch.float32, EDGES).multiply_adds
+    assert executed == tables_for(weights, plans, [True] * len(weights), torch.float32, EDGES).multiply_adds
 
 
 # ----------------------------------------------------------------------------------------------------------------------

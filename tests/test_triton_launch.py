@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import sys
+import time
+import weakref
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +38,7 @@ from ocnn_fused.backends import triton as backend
 from ocnn_fused.backends.triton import cooperative, kernels, launch
 from ocnn_fused.backends.triton.config import PRECISIONS, SHIPPED, Config, choose_config, resolve_precision
 from ocnn_fused.backends.triton.model import SPECS, choose_plan, explain, plan_seconds, prefer_single, stages
+from ocnn_fused.backends.triton.tables import STAGES
 from ocnn_fused.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -77,7 +86,9 @@ class Launches(TorchDispatchMode):
         return result
 
 
-def launches_of(weights: list[torch.Tensor], plans: list[Plan], with_grad: bool, programs: int | None = None) -> Any:
+def launches_of(
+    weights: list[torch.Tensor], plans: list[Plan], with_grad: bool | list[bool], programs: int | None = None
+) -> Any:
     """By name, of one call whose tables are ready."""
     Call(weights, plans, with_grad, "ieee", BIG)
     with execution() as scheduler, Launches() as launches:
@@ -116,6 +127,26 @@ def test_the_single_kernel_is_one_launch_and_a_memset(with_grad: bool) -> None:
     weights = [on_device(case) for case, _ in LAYERS]
     plans = [plan_named(*layer) for layer in LAYERS]
     assert launches_of(weights, plans, with_grad, programs=1) == {"single_kernel": 1, "zeros": 1}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("programs", [None, 1])
+def test_frozen_weights_are_part_of_the_same_pass(programs: int | None) -> None:
+    """Losses have the bits of a pass with all gradients, and so have the gradients that are wanted."""
+    weights, full = mixed_call()
+    plans = [plan_named(*layer) for layer in LAYERS]
+    for wanted in ([True, False] * 3, [False, True] * 3):
+        with_grad = wanted[: len(weights)]
+        launches = launches_of(weights, plans, with_grad, programs)
+        assert launches == ({"single_kernel": 1, "zeros": 1} if programs else {f"{name}_kernel": 1 for name in STAGES})
+        with execution():
+            full.run(programs)
+            some = Call(weights, plans, with_grad, "ieee", BIG)
+            some.run(programs)
+        assert torch.equal(some.losses, full.losses)
+        assert some.tables.workspace_bytes < full.tables.workspace_bytes
+        for needed, grad, expected in zip(with_grad, some.grads(), full.grads(), strict=True):
+            assert torch.equal(grad, expected) if needed else grad.numel() == 0
 
 
 @needs_interpreter
@@ -226,6 +257,59 @@ def test_programs_that_fit() -> None:
     assert fit(registers=128, shared_bytes=0, warps=4, shared_limit=164 << 10, most_warps=64) == 4
     assert fit(registers=32, shared_bytes=0, warps=8, shared_limit=164 << 10, most_warps=48) == 6
     assert fit(registers=255, shared_bytes=200 << 10, warps=4, shared_limit=100 << 10, most_warps=48) == 0
+    blackwell = {"registers": 32, "shared_bytes": 0, "warps": 4, "shared_limit": 228 << 10, "most_warps": 64}
+    assert fit(**blackwell, tensor_columns=0) == 16
+    assert fit(**blackwell, tensor_columns=128) == 4
+    assert fit(**blackwell, tensor_columns=512) == 1
+    assert fit(**blackwell, tensor_columns=1024) == 0
+
+
+class CompiledKernel:
+    """What is asked of the single kernel, compiled for a device that is not there."""
+
+    n_regs = 128
+    metadata = SimpleNamespace(shared=32 << 10, tmem_size=256)
+
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def warmup(self, *arguments: Any, **options: Any) -> CompiledKernel:
+        self.compiled += 1
+        return self
+
+    def _init_handles(self) -> None:
+        pass
+
+
+@pytest.fixture
+def blackwell(monkeypatch: pytest.MonkeyPatch) -> CompiledKernel:
+    kernel = CompiledKernel()
+    properties = SimpleNamespace(
+        major=10, minor=0, multi_processor_count=148, shared_memory_per_multiprocessor=228 << 10
+    )
+    monkeypatch.setattr(kernels, "single_kernel", kernel)
+    monkeypatch.setattr(cooperative, "interpreted", lambda: False)
+    monkeypatch.setattr(cooperative, "_fitting", {})
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    return kernel
+
+
+@needs_interpreter
+def test_the_grid_is_counted_once_and_nothing_of_the_call_is_kept(blackwell: CompiledKernel) -> None:
+    case = Case((8, 16))
+    workspaces = []
+    for _ in range(2):
+        call = Call([on_device(case)], [plan_named(case, "gram/row")], True, "ieee", EDGES)
+        call.tables = replace(call.tables, ends=(0, 10**6, 10**6, 10**6, 10**6))
+        assert cooperative.resident_programs(call) == 2 * 148  # of 256 columns of tensor memory each
+        workspaces.append(weakref.ref(call.workspace))
+    del call
+    gc.collect()
+    assert blackwell.compiled == 1
+    assert [workspace() for workspace in workspaces] == [None, None]
 
 
 @needs_interpreter
@@ -238,6 +322,22 @@ def test_single_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) 
             backend.run(weights, plans, True, launch="single")
         backend.run(weights, plans, True, launch="auto")
     assert "single_kernel" not in scheduler.launches
+
+
+@needs_interpreter
+@pytest.mark.parametrize("reason", ["AMD", "nothing fits"])
+def test_staged_instead_of_single_has_a_configuration_of_its_own(reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small work would be one launch; where that is not possible, its tiles are not used either."""
+    if reason == "AMD":
+        monkeypatch.setattr(cooperative, "interpreted", lambda: False)
+        monkeypatch.setattr(torch.version, "hip", "6.2")
+    else:
+        monkeypatch.setattr(cooperative, "resident_programs", lambda call: None)
+    ran = []
+    monkeypatch.setattr(Call, "run", lambda call, programs: ran.append((call.config, programs)))
+    case = Case((8, 16))
+    backend.run([on_device(case)], [plan_named(case, "gram/row")], True, precision="tf32")
+    assert ran == [(SHIPPED["tf32"][0], None)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -305,13 +405,14 @@ def test_tables_are_kept_and_addresses_follow_the_weights() -> None:
     Call([weight], [plan], True, "ieee", BIG)
     weight.mul_(0.5)  # in place, as an optimizer does
     Call([weight], [plan], False, "ieee", BIG)
-    assert (len(launch._tables), len(launch._addresses)) == (1, 1)
+    assert (len(launch._tables), len(launch._addresses)) == (2, 1)  # without gradients there is less in them
+    Call([weight], [plan], True, "ieee", BIG)
     moved = weight.clone()
     call = Call([moved], [plan], True, "ieee", BIG)
-    assert (len(launch._tables), len(launch._addresses)) == (1, 2)
+    assert (len(launch._tables), len(launch._addresses)) == (2, 2)
     assert call.weights.tolist() == [moved.data_ptr()]
     Call([moved.t().contiguous().t()], [plan], True, "ieee", BIG)
-    assert len(launch._tables) == 2
+    assert len(launch._tables) == 3
 
 
 def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +422,145 @@ def test_caches_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         case = Case((rows, 8))
         Call([on_device(case)], [plan_named(case, "gram/row")], True, "ieee", BIG)
     assert len(launch._tables) == 3
+
+
+@needs_interpreter
+def test_results_belong_to_the_allocation_that_holds_them() -> None:
+    """An allocator, a stream or a CUDA graph knows memory by where its allocation begins."""
+    _, call = mixed_call()
+    for results, buffer in ((call.grads(), call.grads_buffer), (call.loss_of_each(), call.losses)):
+        ends = [0]
+        for result in results:
+            assert result.untyped_storage().data_ptr() == buffer.data_ptr()
+            assert not result._is_view()
+            begin = result.data_ptr() - buffer.data_ptr()
+            assert begin >= ends[-1]  # they do not overlap
+            ends.append(begin + result.numel() * result.element_size())
+        assert ends[-1] <= buffer.numel() * buffer.element_size()
+
+
+def test_compiled_graphs_leave_the_ops_out() -> None:
+    if not hasattr(torch.Tag, "cudagraph_unsafe"):
+        pytest.skip("this torch has no such tag")
+    for op in (torch.ops.ocnn_fused.orth_loss, torch.ops.ocnn_fused.orth_loss_and_grad):
+        assert torch.Tag.cudagraph_unsafe in op.default.tags
+
+
+class FakeStream:
+    """Notes what it waits for, and which tensors were said to be used on it."""
+
+    def __init__(self) -> None:
+        self.waited: list[object] = []
+        self.held: list[torch.Tensor] = []
+
+    def record_event(self) -> object:
+        return ("copied on", self)
+
+    def wait_event(self, event: object) -> None:
+        self.waited.append(event)
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """The current stream and whether it is being captured, of a device that is not there."""
+    state = SimpleNamespace(current=FakeStream(), capturing=False)
+    monkeypatch.setattr(launch, "_stream", lambda device: state.current)
+    monkeypatch.setattr(launch, "_is_capturing", lambda device: state.capturing)
+    monkeypatch.setattr(launch, "_captured", {})
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: stream.held.append(tensor))
+    launch.clear_caches()
+    yield state
+    launch.clear_caches()
+
+
+@needs_interpreter
+def test_other_streams_wait_for_tables_and_hold_them(streams: SimpleNamespace) -> None:
+    first, second = streams.current, FakeStream()
+    case = Case((8, 16))
+    weight, plan = on_device(case), plan_named(case, "gram/row")
+    Call([weight], [plan], True, "ieee", BIG)
+    Call([weight], [plan], True, "ieee", BIG)
+    assert (first.waited, first.held) == ([], [])  # its own work comes in order
+    streams.current = second
+    for _ in range(2):
+        call = Call([weight], [plan], True, "ieee", BIG)
+    assert second.waited == [("copied on", first)] * 2  # once for the tables, once for the addresses
+    used = [call.tables.table, call.tables.constants, call.tables.tiles, call.weights]
+    assert [id(tensor) for tensor in second.held] == list(map(id, used))
+
+
+@needs_interpreter
+def test_a_captured_graph_keeps_its_tables(streams: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "MAX_TABLES", 1)
+    monkeypatch.setattr(launch, "MAX_ADDRESSES", 1)
+    case, other = Case((8, 16)), Case((4, 8))
+    weight, plan = on_device(case), plan_named(case, "gram/row")
+    Call([weight], [plan], True, "ieee", BIG)
+    streams.current, streams.capturing = FakeStream(), True
+    call = Call([weight], [plan], True, "ieee", BIG)
+    assert (streams.current.waited, streams.current.held) == ([], [])  # a capture may not wait for what precedes it
+    kept = [
+        weakref.ref(tensor) for tensor in (call.tables.table, call.tables.tiles, call.tables.constants, call.weights)
+    ]
+    del call
+    streams.capturing = False
+    Call([on_device(other)], [plan_named(other, "gram/row")], True, "ieee", BIG)  # evicts both
+    gc.collect()
+    assert (len(launch._tables), len(launch._addresses)) == (1, 1)
+    assert all(tensor() is not None for tensor in kept)
+
+
+@needs_interpreter
+def test_weights_that_a_captured_graph_computes(streams: SimpleNamespace) -> None:
+    """Their addresses are written by the graph itself, without host memory, and stay out of the cache."""
+    case = Case((8, 16))
+    weight, plan = on_device(case), plan_named(case, "gram/row")
+    streams.capturing = True
+    with pytest.raises(RuntimeError, match="call once before the capture"):
+        Call([weight], [plan], True, "ieee", BIG)
+    streams.capturing = False
+    Call([weight], [plan], True, "ieee", BIG)
+    streams.capturing = True
+    computed = [weight * 2]
+    with Launches() as launches:
+        call = Call(computed, [plan], True, "ieee", BIG)
+    assert call.weights.tolist() == [computed[0].data_ptr()]
+    assert +launches.names == {"fill_": 1}
+    assert len(launch._addresses) == 1
+
+
+@needs_interpreter
+def test_caches_serve_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them get their tables, each made once, while others are evicted."""
+    launch.clear_caches()
+    monkeypatch.setattr(launch, "MAX_ADDRESSES", 2)
+    case = Case((8, 16))
+    weights, plan = [on_device(case, seed=seed) for seed in range(4)], plan_named(case, "gram/row")
+    built = []
+    build = launch.build_tables
+
+    def slow_build(*arguments: Any) -> Any:
+        built.append(arguments)
+        time.sleep(0.05)
+        return build(*arguments)
+
+    monkeypatch.setattr(launch, "build_tables", slow_build)
+
+    def work(seed: int) -> bool:
+        for turn in range(50):
+            weight = weights[(seed + turn) % len(weights)]
+            if Call([weight], [plan], True, "ieee", BIG).weights.tolist() != [weight.data_ptr()]:
+                return False
+        return True
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            assert all(pool.map(work, range(8)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(built) == 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------

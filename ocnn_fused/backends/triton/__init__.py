@@ -16,12 +16,24 @@ from .availability import interpreted, unavailable_reason
 from .config import LARGE_TILES, Config, check_launch, choose_config, resolve_precision, single_config
 from .model import GPU_RATES, DeviceSpec, choose_plan, prefer_single, spec_of
 
-__all__ = ["ONLY_ON_REQUEST", "OPTIONS", "RATES", "Config", "interpreted", "run", "unavailable_reason"]
+__all__ = [
+    "GRADS_PER_WEIGHT",
+    "ONLY_ON_REQUEST",
+    "OPTIONS",
+    "RATES",
+    "Config",
+    "interpreted",
+    "run",
+    "unavailable_reason",
+]
 
 RATES = GPU_RATES
 
 #: On a CPU only the interpreter runs, which nobody wants by default.
 ONLY_ON_REQUEST = ("cpu",)
+
+#: :func:`run` takes ``with_grad`` for each weight, and does all of them in one pass.
+GRADS_PER_WEIGHT = True
 
 #: Further arguments of :func:`run` that the public functions pass on.
 OPTIONS = ("precision", "launch")
@@ -30,13 +42,13 @@ OPTIONS = ("precision", "launch")
 def run(
     weights: Sequence[Tensor],
     plans: Sequence[Plan],
-    with_grad: bool,
+    with_grad: bool | Sequence[bool],
     *,
     precision: str | None = None,
     launch: str = "auto",
     config: Config | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One 0-dim loss per weight and, if asked for, one gradient per weight.
+    """One 0-dim loss per weight and, if asked for, one gradient per weight, empty where ``with_grad`` says False.
 
     Of each plan and its alternatives the one with the least modelled time on the device is run. ``precision`` is that
     of the products: None follows ``torch.get_float32_matmul_precision()``. float64 weights are computed by the plain
@@ -46,23 +58,23 @@ def run(
     asked_precision = resolve_precision(precision)
     if any(weight.dtype == torch.float64 for weight in weights):
         return _run_with_float64(weights, plans, with_grad, precision=precision, launch=launch, config=config)
+    from .cooperative import is_possible, resident_programs
     from .launch import Call
 
     spec = spec_of(weights[0].device)
     precision = spec.native_precision(asked_precision)
     plans = [choose_plan(plan, spec, precision) for plan in plans]
-    single = launch == "single" or (launch == "auto" and prefer_single(plans, spec, precision))
-    config = config or (single_config(spec.shipped[precision]) if single else config_for(plans, precision, spec))
-    call = Call(weights, plans, with_grad, precision, config)
-    programs = None
-    if single:
-        from .cooperative import resident_programs
-
+    if launch == "single" or (launch == "auto" and is_possible() and prefer_single(plans, spec, precision)):
+        call = Call(weights, plans, with_grad, precision, config or single_config(spec.shipped[precision]))
         programs = resident_programs(call)
         if programs is None and launch == "single":
             raise RuntimeError(
                 "launch='single' needs cooperative launches with a provable grid, which this device lacks"
             )
+    else:
+        programs = None
+    if programs is None:
+        call = Call(weights, plans, with_grad, precision, config or config_for(plans, precision, spec))
     call.run(programs)
     return call.loss_of_each(), call.grads()
 
@@ -78,17 +90,23 @@ def config_for(plans: Sequence[Plan], precision: str, spec: DeviceSpec) -> Confi
 
 
 def _run_with_float64(
-    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool, **options: object
+    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool | Sequence[bool], **options: object
 ) -> tuple[list[Tensor], list[Tensor]]:
     """float64 weights by PyTorch, the others here; results in the order of the weights."""
-    losses: dict[int, Tensor] = {}
-    grads: dict[int, Tensor] = {}
+    wanted = [with_grad] * len(weights) if isinstance(with_grad, bool) else list(with_grad)
+    losses, grads = list(weights), [weight.new_empty(0) for weight in weights]
     for double in (True, False):
         chosen = [index for index, weight in enumerate(weights) if (weight.dtype == torch.float64) == double]
         if not chosen:
             continue
-        some = [weights[index] for index in chosen], [plans[index] for index in chosen], with_grad
-        some_losses, some_grads = pytorch.run(*some) if double else run(*some, **options)  # type: ignore[arg-type]
-        losses.update(zip(chosen, some_losses, strict=True))
-        grads.update(zip(chosen, some_grads, strict=False))
-    return [losses[index] for index in range(len(weights))], [grads[index] for index in sorted(grads)]
+        some = [weights[index] for index in chosen], [plans[index] for index in chosen]
+        of_some = [wanted[index] for index in chosen]
+        if double:
+            some_losses, some_grads = pytorch.run(*some, any(of_some))
+        else:
+            some_losses, some_grads = run(*some, of_some, **options)  # type: ignore[arg-type]
+        for position, index in enumerate(chosen):
+            losses[index] = some_losses[position]
+            if wanted[index]:
+                grads[index] = some_grads[position]
+    return losses, grads if any(wanted) else []

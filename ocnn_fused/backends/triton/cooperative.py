@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,16 +17,35 @@ INTERPRETED_PROGRAMS = 1
 _RESERVED_SHARED = 1024  # bytes that the driver keeps of each program, from sm_80 on
 _REGISTERS = 65536  # per multiprocessor
 _REGISTER_UNIT = 256  # registers are allocated per warp in such units
+_TENSOR_COLUMNS = 512  # of tensor memory per multiprocessor, where there is one (sm_100)
 _MOST_WARPS = {(8, 6): 48, (8, 9): 48, (12, 0): 48}
 _MOST_WARPS_ELSEWHERE = 64
 
+#: Programs that fit on a device, by its index, precision and configuration, on which the compiled kernel depends.
+_fitting: dict[tuple[int, str, Config], int] = {}
+
 
 def programs_per_multiprocessor(
-    registers: int, shared_bytes: int, warps: int, shared_limit: int, most_warps: int
+    registers: int, shared_bytes: int, warps: int, shared_limit: int, most_warps: int, tensor_columns: int = 0
 ) -> int:
-    """How many programs fit by registers, by shared memory and by warps; zero if not even one does."""
+    """How many programs fit by registers, shared memory, warps and tensor memory; zero if not even one does."""
     per_warp = -(-max(registers, 1) * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
-    return min(_REGISTERS // (per_warp * warps), shared_limit // (shared_bytes + _RESERVED_SHARED), most_warps // warps)
+    return min(
+        _REGISTERS // (per_warp * warps),
+        shared_limit // (shared_bytes + _RESERVED_SHARED),
+        most_warps // warps,
+        _TENSOR_COLUMNS // max(tensor_columns, 1),
+    )
+
+
+def tensor_columns(compiled: Any) -> int:
+    """Columns of tensor memory that a compiled kernel takes; none on most architectures."""
+    return getattr(compiled.metadata, "tmem_size", None) or 0
+
+
+def is_possible() -> bool:
+    """Whether a grid can be proven to fit at all: on AMD, what would prove it is not reported."""
+    return interpreted() or torch.version.hip is None
 
 
 def resident_programs(call: Call) -> int | None:
@@ -38,40 +56,30 @@ def resident_programs(call: Call) -> int | None:
     """
     tables = call.tables
     most_items = max(end - begin for begin, end in zip((0, *tables.ends[:-1]), tables.ends, strict=True))
+    if not is_possible():
+        return None
     if interpreted():
         return min(INTERPRETED_PROGRAMS, most_items)
-    if torch.version.hip is not None:
-        return None  # how many programs fit is not reported there in a form that proves it
     index = call.device.index if call.device.index is not None else torch.cuda.current_device()
-    return min(_fitting_programs(index, call.precision, call.config, _Holder(call)), most_items) or None
+    key = (index, call.precision, call.config)
+    if key not in _fitting:
+        _fitting[key] = _count_fitting(index, call)
+    return min(_fitting[key], most_items) or None
 
 
-class _Holder:
-    """Keeps a call out of the cache key: the compiled kernel depends on precision and configuration alone."""
-
-    def __init__(self, call: Call) -> None:
-        self.call = call
-
-    def __hash__(self) -> int:
-        return 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Holder)
-
-
-@lru_cache(maxsize=64)
-def _fitting_programs(index: int, precision: str, config: Config, holder: _Holder) -> int:
+def _count_fitting(index: int, call: Call) -> int:
     """Programs that fit on the whole device, by the compiled kernel's own resources."""
     properties: Any = torch.cuda.get_device_properties(index)
-    arguments, options = holder.call.single_launch()
+    arguments, options = call.single_launch()
     with torch.cuda.device(index):
         compiled = kernels.single_kernel.warmup(*arguments, grid=(1,), **options)
         compiled._init_handles()
     fitting = programs_per_multiprocessor(
         compiled.n_regs,
         compiled.metadata.shared,
-        config.warps,
+        call.config.warps,
         properties.shared_memory_per_multiprocessor,
         _MOST_WARPS.get((properties.major, properties.minor), _MOST_WARPS_ELSEWHERE),
+        tensor_columns(compiled),
     )
     return fitting * properties.multi_processor_count

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ...plan import Plan
 from . import kernels
@@ -21,29 +21,80 @@ from .tables import Layout, Tables, build_tables
 MAX_TABLES = 32
 MAX_ADDRESSES = 64
 
-_Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
-_tables: OrderedDict[Any, Tables] = OrderedDict()
-_addresses: OrderedDict[Any, Tensor] = OrderedDict()
+_tables: OrderedDict[Any, _Entry[Tables]] = OrderedDict()
+_addresses: OrderedDict[Any, _Entry[Tensor]] = OrderedDict()
+_lock = threading.RLock()
+
+#: What captured graphs read, by identity: a graph may be replayed at any time, so it is never freed.
+_captured: dict[int, object] = {}
 
 
-def _remember(cache: OrderedDict[_Key, _Value], key: _Key, make: Callable[[], _Value], limit: int) -> _Value:
+def _stream(device: torch.device) -> torch.cuda.Stream | None:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class _Entry(Generic[_Value]):
+    """Something copied to the device on one stream; other streams wait for the copy, and hold the memory."""
+
+    def __init__(self, value: _Value, tensors: Sequence[Tensor]) -> None:
+        self.value = value
+        self.tensors = tensors
+        stream = _stream(tensors[0].device)
+        self.streams = {stream}
+        self.copied = stream.record_event() if stream is not None else None
+
+    def use(self) -> _Value:
+        """For work on the current stream."""
+        device = self.tensors[0].device
+        if _is_capturing(device):  # a capture begins when the device is idle, and must not wait for what precedes it
+            _captured[id(self)] = self
+        elif (stream := _stream(device)) not in self.streams:
+            assert stream is not None
+            assert self.copied is not None
+            stream.wait_event(self.copied)
+            for tensor in self.tensors:
+                tensor.record_stream(stream)
+            self.streams.add(stream)
+        return self.value
+
+
+def _remember(
+    cache: OrderedDict[Any, _Entry[_Value]], key: Any, make: Callable[[], _Entry[_Value]], limit: int
+) -> _Value:
     """The cached value, or a new one in place of the one used longest ago."""
-    if key in cache:
-        cache.move_to_end(key)
-        return cache[key]
-    value = cache[key] = make()
-    if len(cache) > limit:
-        cache.popitem(last=False)
-    return value
+    with _lock:
+        if key in cache:
+            cache.move_to_end(key)
+        else:
+            cache[key] = make()
+            if len(cache) > limit:
+                cache.popitem(last=False)
+        return cache[key].use()
 
 
-def tables_for(weights: Sequence[Tensor], plans: Sequence[Plan], plane_dtype: torch.dtype, config: Config) -> Tables:
-    """Cached by shapes, strides, dtypes, plans, configuration and device."""
+def tables_for(
+    weights: Sequence[Tensor], plans: Sequence[Plan], grads: Sequence[bool], plane_dtype: torch.dtype, config: Config
+) -> Tables:
+    """Cached by shapes, strides, dtypes, plans, which gradients are wanted, configuration and device."""
     layouts, device = tuple(map(Layout.of, weights)), weights[0].device
-    key = (layouts, tuple(plans), plane_dtype, config, device)
-    return _remember(_tables, key, lambda: build_tables(layouts, plans, plane_dtype, config, device), MAX_TABLES)
+
+    def build() -> _Entry[Tables]:
+        if _is_capturing(device):
+            raise RuntimeError(
+                "the first call with these weights copies tables to the GPU, which a CUDA graph cannot capture: "
+                "call once before the capture, with the same shapes, options and gradients"
+            )
+        tables = build_tables(layouts, plans, grads, plane_dtype, config, device)
+        return _Entry(tables, (tables.table, tables.constants, tables.tiles))
+
+    key = (layouts, tuple(plans), tuple(grads), plane_dtype, config, device)
+    return _remember(_tables, key, build, MAX_TABLES)
 
 
 def addresses_of(weights: Sequence[Tensor]) -> Tensor:
@@ -51,16 +102,31 @@ def addresses_of(weights: Sequence[Tensor]) -> Tensor:
     device = weights[0].device
     addresses = tuple(weight.data_ptr() for weight in weights)
 
-    def copy() -> Tensor:
+    def copy() -> _Entry[Tensor]:
         host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-        return host.to(device, non_blocking=True)
+        copied = host.to(device, non_blocking=True)
+        return _Entry(copied, (copied,))
 
+    if _is_capturing(device) and (addresses, device) not in _addresses:
+        return _captured_addresses(addresses, device)
     return _remember(_addresses, (addresses, device), copy, MAX_ADDRESSES)
 
 
+def _captured_addresses(addresses: Sequence[int], device: torch.device) -> Tensor:
+    """Of weights that the captured graph computes itself: written by the graph, as no host memory outlives it.
+
+    They belong to the graph alone, since nothing is written before it is replayed.
+    """
+    written = torch.empty(len(addresses), dtype=torch.int64, device=device)
+    for place, address in zip(written.unbind(), addresses, strict=True):
+        place.fill_(address)
+    return written
+
+
 def clear_caches() -> None:
-    _tables.clear()
-    _addresses.clear()
+    with _lock:
+        _tables.clear()
+        _addresses.clear()
 
 
 def _device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -68,25 +134,34 @@ def _device_guard(device: torch.device) -> contextlib.AbstractContextManager[Any
 
 
 def _own(piece: Tensor) -> Tensor:
-    """The same memory as a tensor with a storage of its own, which keeps the buffer that it is a piece of.
+    """A piece of a buffer as a tensor in its own right: to autograd it is no view, so it may be changed in place.
 
-    An op must not return tensors that share a storage, and one buffer for all lets the tables hold offsets into it.
+    It keeps the buffer, and is known to the allocator as a part of it.
     """
-    return from_dlpack(to_dlpack(piece))
+    return piece.data
 
 
 class Call:
     """The memory of one call and its launches. Nothing here waits for the device.
 
-    ``losses`` is float32 ``(len(weights),)``; :meth:`grads` are in their weights' dtypes and memory formats.
+    ``losses`` is float32 ``(len(weights),)``; :meth:`grads` are in their weights' dtypes and memory formats, for all
+    weights or for those marked in ``with_grad``.
     """
 
     def __init__(
-        self, weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool, precision: str, config: Config
+        self,
+        weights: Sequence[Tensor],
+        plans: Sequence[Plan],
+        with_grad: bool | Sequence[bool],
+        precision: str,
+        config: Config,
     ) -> None:
         bf16 = precision == "bf16"
-        self.tables = tables = tables_for(weights, plans, torch.bfloat16 if bf16 else torch.float32, config)
-        self.with_grad = with_grad
+        self.wanted = [with_grad] * len(weights) if isinstance(with_grad, bool) else list(map(bool, with_grad))
+        self.tables = tables = tables_for(
+            weights, plans, self.wanted, torch.bfloat16 if bf16 else torch.float32, config
+        )
+        self.with_grad = any(self.wanted)
         self.precision = precision
         self.config = config
         self.device = device = weights[0].device
@@ -95,7 +170,7 @@ class Call:
         self.dtypes = [weight.dtype for weight in weights]
         self.workspace = torch.empty(tables.workspace_bytes, dtype=torch.uint8, device=device)
         self.partials = self.workspace[tables.partials_bytes :].view(torch.float32)
-        self.grads_buffer = torch.empty(tables.grads_bytes if with_grad else 1, dtype=torch.uint8, device=device)
+        self.grads_buffer = torch.empty(max(1, tables.grads_bytes), dtype=torch.uint8, device=device)
         self.losses = torch.empty(tables.count, dtype=torch.float32, device=device)
         self.plane = {"PLANE": tl.bfloat16 if bf16 else tl.float32}
         self.product = {
@@ -127,13 +202,17 @@ class Call:
         return [_own(loss) for loss in self.losses.unbind()]
 
     def grads(self) -> list[Tensor]:
-        """One tensor per weight."""
+        """One tensor per weight, an empty one where no gradient is wanted; none at all if there are no others."""
         if not self.with_grad:
             return []
         grads = []
-        for dtype, layout, begin in zip(self.dtypes, self.tables.grad_layouts, self.tables.grad_bytes, strict=True):
-            piece = self.grads_buffer[begin : begin + layout.bytes].view(dtype)
-            grads.append(_own(piece.as_strided(layout.shape, layout.strides)))
+        pieces = zip(self.wanted, self.dtypes, self.tables.grad_layouts, self.tables.grad_bytes, strict=True)
+        for wanted, dtype, layout, begin in pieces:
+            if wanted:
+                piece = self.grads_buffer[begin : begin + layout.bytes].view(dtype)
+                grads.append(_own(piece.as_strided(layout.shape, layout.strides)))
+            else:
+                grads.append(torch.empty(0, dtype=dtype, device=self.device))
         return grads
 
     def run_staged(self) -> None:
@@ -163,11 +242,11 @@ class Call:
             )
         if tiles := self._tiles("mix"):
             kernels.mix_kernel[(tiles[0],)](t.table, t.constants, tiles[1], workspace, *loss, **lanes, **self.mix)
-        if self.with_grad and (tiles := self._tiles("apply")):
+        if tiles := self._tiles("apply"):
             kernels.apply_kernel[(tiles[0],)](
                 t.table, tiles[1], self.weights, workspace, grads, **self.product, **self.options
             )
-        if self.with_grad and (tiles := self._tiles("gather")):
+        if tiles := self._tiles("gather"):
             kernels.gather_kernel[(tiles[0],)](
                 t.table, t.constants, tiles[1], workspace, grads, **self.elements, **self.elementwise
             )
@@ -183,12 +262,9 @@ class Call:
     def single_launch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments and options of the one launch; its barrier counter is the only memory that is cleared first."""
         t = self.tables
-        evaluate, gram, mix, apply, gather = t.ends
-        if not self.with_grad:
-            apply = gather = mix
         arrivals = torch.zeros(1, dtype=torch.int32, device=self.device)
         arguments = (
             t.table, t.constants, t.tiles, self.weights, self.workspace, self.partials, self.grads_buffer, self.losses,
-            arrivals, int(self.with_grad), evaluate, gram, mix, apply, gather, t.loss_rows, t.count,
+            arrivals, int(self.with_grad), *t.ends, t.loss_rows, t.count,
         )  # fmt: skip
         return arguments, {**self.product, **self.elements, **self.options, "launch_cooperative_grid": True}

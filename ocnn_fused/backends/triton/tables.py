@@ -150,7 +150,7 @@ class Tables:
     loss_rows: int
     count: int
     grad_layouts: tuple[Layout, ...]
-    grad_bytes: tuple[int, ...]  # where each gradient begins
+    grad_bytes: tuple[int, ...]  # where each gradient begins, of those that are wanted
     grads_bytes: int
     multiply_adds: int  # of the products, tiles padded to full size
 
@@ -160,12 +160,20 @@ class Tables:
 
 
 def build_tables(
-    layouts: Sequence[Layout], plans: Sequence[Plan], plane_dtype: torch.dtype, config: Config, device: torch.device
+    layouts: Sequence[Layout],
+    plans: Sequence[Plan],
+    grads: Sequence[bool],
+    plane_dtype: torch.dtype,
+    config: Config,
+    device: torch.device,
 ) -> Tables:
-    """Tables of one call; planes of ``plane_dtype``, tiles of ``config``."""
+    """Tables of one call; gradients of the weights marked in ``grads``, planes of ``plane_dtype``, tiles of ``config``.
+
+    A weight without a gradient has neither work items of apply and gather nor memory for them.
+    """
     builder = _Builder(plane_dtype, config)
-    for index, (layout, plan) in enumerate(zip(layouts, plans, strict=True)):
-        builder.add(index, layout, plan)
+    for index, (layout, plan, wanted) in enumerate(zip(layouts, plans, grads, strict=True)):
+        builder.add(index, layout, plan, wanted)
     return builder.finish(device)
 
 
@@ -219,32 +227,33 @@ class _Builder:
 
     # -- one weight ----------------------------------------------------------------------------------------------------
 
-    def add(self, index: int, layout: Layout, plan: Plan) -> None:
+    def add(self, index: int, layout: Layout, plan: Plan, wanted: bool) -> None:
         grad_layout, first_slot = layout.for_grad(), self.slots
         self.grad_layouts.append(grad_layout)
         self.grad_bytes.append(self.grads_bytes)
-        self.grads_bytes += round_up(grad_layout.bytes, _REGION_BYTES)
+        self.grads_bytes += round_up(grad_layout.bytes, _REGION_BYTES) if wanted else 0
         if plan.small:
-            self.add_small(index, layout, grad_layout, plan)
+            self.add_small(index, layout, grad_layout, plan, wanted)
         else:
-            self.add_products(index, layout, grad_layout, plan)
+            self.add_products(index, layout, grad_layout, plan, wanted)
         self.losses.append(LossRow(first_slot, self.slots, plan.offset))
 
-    def add_products(self, index: int, layout: Layout, grad_layout: Layout, plan: Plan) -> None:
+    def add_products(self, index: int, layout: Layout, grad_layout: Layout, plan: Plan, wanted: bool) -> None:
         side, stride = plan.work_rows, round_up(plan.work_rows, _ALIGN)
         outputs = self.reserve(plan.outputs * plan.groups * side * stride)
         planes, gradients = [], []
         for block in plan.blocks:
-            stored, stored_gradients = self.add_block(index, layout, grad_layout, plan, block)
+            stored, stored_gradients = self.add_block(index, layout, grad_layout, plan, block, wanted)
             planes.append(stored)
             gradients.append(stored_gradients)
         self.add_outputs(index, plan, planes, outputs, stride)
         if not plan.is_diagonal:
             self.add_mix(index, plan, outputs, stride)
-        self.add_gradients(plan, planes, gradients, outputs, stride, layout)
+        if wanted:
+            self.add_gradients(plan, planes, gradients, outputs, stride, layout)
 
     def add_block(
-        self, index: int, layout: Layout, grad_layout: Layout, plan: Plan, block: Block
+        self, index: int, layout: Layout, grad_layout: Layout, plan: Plan, block: Block, wanted: bool
     ) -> tuple[Planes, Planes]:
         """Planes and their gradients: in place where weight and gradient allow it, else through evaluate and gather."""
         rows, width, item = plan.rows, block.residues * plan.channels, self.plane_dtype.itemsize
@@ -275,12 +284,13 @@ class _Builder:
         if gradients is None and (offsets := _planes_in_place(grad_layout, plan, block)) is not None:
             gradients = in_place(grad_layout, index, self.grad_bytes[index], offsets)
 
-        evaluated, gathered = planes is None, gradients is None
+        evaluated, gathered = planes is None, gradients is None and wanted
         if planes is None:
             base = self.reserve(block.planes * plane_stride, item)
             planes = Planes(_WORKSPACE, base, item, own, group_stride, row_stride)
         if gradients is None:
-            gradients = Planes(_WORKSPACE, self.reserve(block.planes * plane_stride), 4, own, group_stride, row_stride)
+            base = self.reserve(block.planes * plane_stride if wanted else 0)
+            gradients = Planes(_WORKSPACE, base, 4, own, group_stride, row_stride)
         if evaluated or gathered:
             padded_taps = round_up(block.taps, _CHUNK)
             row_limit = row_stride if turned else rows
@@ -453,7 +463,7 @@ class _Builder:
                 self.multiply_adds += cost * len(tiles)
                 self.schedule("apply", cost, tiles)
 
-    def add_small(self, index: int, layout: Layout, grad_layout: Layout, plan: Plan) -> None:
+    def add_small(self, index: int, layout: Layout, grad_layout: Layout, plan: Plan, wanted: bool) -> None:
         """Pairs of taps per lag for the residuals, and per tap its terms ``sum_v Y_(u - v) K_v`` for the gradient."""
         taps, grad_taps = layout.tap_offsets, grad_layout.tap_offsets
         pairs: list[list[tuple[int, int]]] = [[] for _ in range(plan.outputs)]
@@ -492,7 +502,7 @@ class _Builder:
             tiles = [(where, lag, place) for place in range(_blocks(entries, lanes))]
             self.schedule("gram", lanes * len(of_lag) * plan.channels, tiles, with_loss=True)
         elements = plan.groups * plan.rows * plan.channels
-        for tap, of_tap in enumerate(terms):
+        for tap, of_tap in enumerate(terms if wanted else ()):
             tiles = [(where, tap, place) for place in range(_blocks(elements, lanes))]
             self.schedule("apply", lanes * len(of_tap) * plan.rows, tiles)
 
