@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .backends.triton.config import Config
+    from .functional import IntOrTuple
     from .plan import Plan
 
 #: What is tried, beside the shipped configurations: (block, depth, warps, stages).
@@ -47,18 +48,22 @@ def _load() -> dict[str, dict[str, int]]:
     return _found
 
 
-def _key(device: str, precision: str, plans: Sequence[Plan]) -> str:
-    return f"{device}|{precision}|" + ";".join(sorted({repr(plan) for plan in plans}))
+@lru_cache(maxsize=256)
+def _key(device: torch.device, precision: str, plans: tuple[Plan, ...]) -> str:
+    """By the device's own name: relatives that share a model of their rates do not share measurements."""
+    from .backends.triton.model import device_name
+
+    return f"{device_name(device)}|{precision}|" + ";".join(sorted({repr(plan) for plan in plans}))
 
 
-def tuned_config(device: str, precision: str, plans: Sequence[Plan]) -> Config | None:
+def tuned_config(device: torch.device, precision: str, plans: Sequence[Plan]) -> Config | None:
     """What an earlier :func:`tune` found for these layers on this device, or None."""
     from .backends.triton.config import Config
 
     found = _load()
     if not found:
         return None
-    entry = found.get(_key(device, precision, plans))
+    entry = found.get(_key(device, precision, tuple(plans)))
     return Config(**entry) if entry else None
 
 
@@ -75,36 +80,43 @@ def candidates(shipped: Sequence[Config]) -> Iterator[Config]:
 
 def tune(
     weights: Sequence[Tensor],
-    strides: Sequence[int] | int = 1,
+    strides: IntOrTuple | Sequence[IntOrTuple] = 1,
     *,
-    groups: Sequence[int] | int = 1,
+    dilations: IntOrTuple | Sequence[IntOrTuple] = 1,
+    groups: int | Sequence[int] = 1,
+    paddings: IntOrTuple | Sequence[IntOrTuple | None] | None = None,
     precision: str | None = None,
     measure: Callable[[Callable[[], object]], float] | None = None,
     report: Callable[[str], None] = print,
 ) -> Config:
     """Measure every candidate on these weights, report each, and remember the fastest for this device on disk.
 
-    ``measure`` times a call in seconds; by default CUDA events around ten calls after a warm-up. A candidate that does
-    not compile or does not fit is reported and skipped.
+    Weights and their geometry are given as to :func:`ocnn_fused.fused_orth_loss_foreach`. ``measure`` times a call in
+    seconds; by default CUDA events around ten calls after a warm-up. A candidate that does not compile or does not fit
+    is reported and skipped.
     """
     from .backends import triton as backend
     from .backends.triton.config import resolve_precision
     from .backends.triton.model import choose_plan, spec_of
-    from .ops import plan_for
+    from .functional import _one_each, geometry_of
+    from .ops import _plans
 
     weights = [weight.detach() for weight in weights]
-    reason = backend.unavailable_reason(weights[0].device)
+    device, count = weights[0].device, len(weights)
+    reason = backend.unavailable_reason(device)
     if reason is not None:
         raise RuntimeError(f"there is nothing to tune: {reason}")
-    all_strides = [strides] * len(weights) if isinstance(strides, int) else list(strides)
-    all_groups = [groups] * len(weights) if isinstance(groups, int) else list(groups)
-    plans = [
-        plan_for(w.shape, [s] * (w.dim() - 2), [1] * (w.dim() - 2), [-1] * (w.dim() - 2), g, "auto", backend)  # type: ignore[arg-type]
-        for w, s, g in zip(weights, all_strides, all_groups, strict=True)
-    ]
-    spec = spec_of(weights[0].device)
+    geometry = geometry_of(
+        weights,
+        _one_each("strides", strides, count),
+        _one_each("dilations", dilations, count),
+        _one_each("groups", groups, count),
+        _one_each("paddings", paddings, count),
+    )
+    plans = list(_plans(weights, *geometry[:4], "auto", backend))
+    spec = spec_of(device)
     chosen = spec.native_precision(resolve_precision(precision))
-    measure = measure or _cuda_seconds
+    measure = measure or partial(_cuda_seconds, device)
     best: tuple[float, Config] | None = None
     for config in candidates(spec.shipped[chosen]):
         try:
@@ -118,7 +130,7 @@ def tune(
             best = seconds, config
     if best is None:
         raise RuntimeError("no candidate configuration could be run")
-    _remember(_key(spec.name, chosen, [choose_plan(plan, spec, chosen) for plan in plans]), best[1])
+    _remember(_key(device, chosen, tuple(choose_plan(plan, spec, chosen) for plan in plans)), best[1])
     return best[1]
 
 
@@ -131,12 +143,13 @@ def _remember(key: str, config: Config) -> None:
     temporary.replace(path)  # never a half-written file
 
 
-def _cuda_seconds(call: Callable[[], object], repeats: int = 10) -> float:
+def _cuda_seconds(device: torch.device, call: Callable[[], object], repeats: int = 10) -> float:
     call()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    end.synchronize()
+    with torch.cuda.device(device):  # an event belongs to the stream of the current device
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(repeats):
+            call()
+        end.record()
+        end.synchronize()
     return begin.elapsed_time(end) / 1e3 / repeats

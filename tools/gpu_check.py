@@ -46,6 +46,12 @@ from ocnn_fused.backends.triton.config import (
     mix_registers,
     single_config,
 )
+from ocnn_fused.backends.triton.cooperative import (
+    RESERVED_SHARED,
+    most_warps,
+    programs_per_multiprocessor,
+    tensor_columns,
+)
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -62,6 +68,10 @@ class Target:
     @property
     def is_nvidia(self) -> bool:
         return self.name.startswith("sm_")
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        return divmod(int(self.name[3:]), 10)
 
     @property
     def triton(self) -> GPUTarget:
@@ -144,6 +154,8 @@ class Outcome:
     stack: int = 0
     spills: int = 0
     shared: int = 0
+    tensor_columns: int = 0
+    programs: int = 0  # of the single kernel that fit on one multiprocessor
     matrix: Counter[str] = field(default_factory=Counter)
     steps: float = 0.0  # tile steps that the matrix instructions add up to
     wide_loads: int = 0
@@ -176,7 +188,7 @@ def compile_job(job: Job) -> triton.compiler.CompiledKernel:
     if TARGETS[job.target].is_nvidia and job.is_product:
         options["maxnreg"] = MOST_REGISTERS
     if TARGETS[job.target].is_nvidia and job.kernel == "mix":
-        options["maxnreg"] = mix_registers(divmod(int(job.target[3:]), 10))
+        options["maxnreg"] = mix_registers(TARGETS[job.target].capability)
     if job.kernel == "single":
         options["launch_cooperative_grid"] = True
     return triton.compile(source, target=TARGETS[job.target].triton, options=options)
@@ -188,9 +200,22 @@ def check(job: Job) -> Outcome:
         compiled = compile_job(job)
     except Exception as error:
         return Outcome(job, perf_counter() - start, problems=[f"does not compile: {str(error)[:200]}"])
-    outcome = Outcome(job, perf_counter() - start, shared=compiled.metadata.shared)
+    outcome = Outcome(
+        job, perf_counter() - start, shared=compiled.metadata.shared, tensor_columns=tensor_columns(compiled)
+    )
     target = TARGETS[job.target]
     (_read_nvidia if target.is_nvidia else _read_amd)(outcome, compiled, target)
+    if job.kernel == "single" and target.is_nvidia:
+        outcome.programs = programs_per_multiprocessor(
+            outcome.registers,
+            outcome.shared,
+            job.warps,
+            target.shared_bytes + RESERVED_SHARED,
+            most_warps(target.capability),
+            outcome.tensor_columns,
+        )
+        if not outcome.programs:
+            outcome.problems.append("not one program fits on a multiprocessor")
     if outcome.stack:
         outcome.problems.append(f"{outcome.stack} bytes of stack")
     if outcome.spills:
@@ -259,7 +284,7 @@ def _read_amd(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target
     numbers = {name: int(value) for name, value in re.findall(rf"\.({names}):\s+(\d+)", text)}
     outcome.registers = numbers["vgpr_count"]
     outcome.stack = numbers["private_segment_fixed_size"]
-    outcome.spills = numbers.get("vgpr_spill_count", 0)
+    outcome.spills = numbers.get("vgpr_spill_count", 0) + numbers.get("sgpr_spill_count", 0)
     outcome.matrix = Counter(re.findall(rf"^\s+({target.matrix})", text, re.M))
     outcome.wide_loads = len(re.findall(r"^\s+(?:global|buffer)_load_dwordx4", text, re.M))
 
@@ -273,9 +298,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines = [
         f"Compiled with triton {triton.__version__}; nothing was executed.",
         "",
-        "| target | kernel | precision | tile | warps | registers | stack | spills | shared | matrix instructions "
-        "| tile steps | 16-byte loads | seconds | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| target | kernel | precision | tile | warps | registers | stack | spills | shared | tensor columns "
+        "| programs | matrix instructions | tile steps | 16-byte loads | seconds | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for outcome in outcomes:
         job = outcome.job
@@ -283,7 +308,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
         tile = f"{job.config.block}x{job.config.block}x{job.config.depth}"
         lines.append(
             f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
-            f"| {outcome.stack} | {outcome.spills} | {outcome.shared} | {matrix} | {outcome.steps:g} "
+            f"| {outcome.stack} | {outcome.spills} | {outcome.shared} "
+            f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {matrix} | {outcome.steps:g} "
             f"| {outcome.wide_loads} | {outcome.seconds:.1f} | {'; '.join(outcome.problems) or 'ok'} |"
         )
     return "\n".join(lines) + "\n"

@@ -14,7 +14,7 @@ from ...plan import Plan
 from .. import pytorch
 from .availability import interpreted, unavailable_reason
 from .config import LARGE_TILES, Config, check_launch, choose_config, resolve_precision, single_config
-from .model import GPU_RATES, DeviceSpec, choose_plan, prefer_single, spec_of
+from .model import GPU_RATES, choose_plan, prefer_single, spec_of
 
 __all__ = [
     "GRADS_PER_WEIGHT",
@@ -74,19 +74,18 @@ def run(
     else:
         programs = None
     if programs is None:
-        call = Call(weights, plans, with_grad, precision, config or config_for(plans, precision, spec))
+        call = Call(weights, plans, with_grad, precision, config or config_for(plans, precision, weights[0].device))
     call.run(programs)
     return call.loss_of_each(), call.grads()
 
 
-def config_for(plans: Sequence[Plan], precision: str, spec: DeviceSpec) -> Config:
+def config_for(plans: Sequence[Plan], precision: str, device: torch.device) -> Config:
     """What :func:`ocnn_fused.tune` found for this device and these layers, else by :func:`.config.choose_config`."""
     from ...tune import tuned_config
 
+    spec = spec_of(device)
     tiles = sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.block)) ** 2 for plan in plans)
-    return tuned_config(spec.name, precision, plans) or choose_config(
-        spec.shipped[precision], tiles, spec.multiprocessors
-    )
+    return tuned_config(device, precision, plans) or choose_config(spec.shipped[precision], tiles, spec.multiprocessors)
 
 
 def _run_with_float64(

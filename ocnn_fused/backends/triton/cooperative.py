@@ -14,12 +14,18 @@ from .launch import Call
 #: Programs in the interpreter, which runs them one after another: a second one would never arrive at the barrier.
 INTERPRETED_PROGRAMS = 1
 
-_RESERVED_SHARED = 1024  # bytes that the driver keeps of each program, from sm_80 on
+RESERVED_SHARED = 1024  # bytes that the driver keeps of each program, from sm_80 on
 _REGISTERS = 65536  # per multiprocessor
 _REGISTER_UNIT = 256  # registers are allocated per warp in such units
 _TENSOR_COLUMNS = 512  # of tensor memory per multiprocessor, where there is one (sm_100)
 _MOST_WARPS = {(8, 6): 48, (8, 9): 48, (12, 0): 48}
 _MOST_WARPS_ELSEWHERE = 64
+
+
+def most_warps(capability: tuple[int, int]) -> int:
+    """Warps that a multiprocessor holds."""
+    return _MOST_WARPS.get(capability, _MOST_WARPS_ELSEWHERE)
+
 
 #: Programs that fit on a device, by its index, precision and configuration, on which the compiled kernel depends.
 _fitting: dict[tuple[int, str, Config], int] = {}
@@ -32,7 +38,7 @@ def programs_per_multiprocessor(
     per_warp = -(-max(registers, 1) * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
     return min(
         _REGISTERS // (per_warp * warps),
-        shared_limit // (shared_bytes + _RESERVED_SHARED),
+        shared_limit // (shared_bytes + RESERVED_SHARED),
         most_warps // warps,
         _TENSOR_COLUMNS // max(tensor_columns, 1),
     )
@@ -79,7 +85,7 @@ def _count_fitting(index: int, call: Call) -> int:
         compiled.metadata.shared,
         call.config.warps,
         properties.shared_memory_per_multiprocessor,
-        _MOST_WARPS.get((properties.major, properties.minor), _MOST_WARPS_ELSEWHERE),
+        most_warps((properties.major, properties.minor)),
         tensor_columns(compiled),
     )
     return fitting * properties.multi_processor_count

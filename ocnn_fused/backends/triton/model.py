@@ -7,6 +7,7 @@ while a layer's planes and outputs fit into half of it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -68,18 +69,27 @@ def _spec(
     )
 
 
-#: Data-sheet rates, dense. The GTX 1080 Ti has no tensor cores: every precision runs at its float32 rate. Triton does
-#: not serve it; it is here because it is what papers of the time measured on.
+#: Data-sheet rates, dense. GTX 1080 Ti and T4 have no TF32, so that every precision is `ieee` there. Triton serves
+#: neither; the first is what papers of the time measured on, the second what the CUDA backend serves.
 SPECS: dict[str, DeviceSpec] = {
     "A100": _spec("A100", 108, 19.5, 156, 312, 1.555, 40, 4.5),
     "H100": _spec("H100", 132, 67, 495, 989, 3.35, 50, 7.0),
     "RTX 4090": _spec("RTX 4090", 128, 82.6, 82.6, 165, 1.008, 72, 5.0),
-    "GTX 1080 Ti": _spec("GTX 1080 Ti", 28, 11.3, 11.3, 11.3, 0.484, 2.75, 1.2),
+    "GTX 1080 Ti": DeviceSpec("GTX 1080 Ti", 28, {"ieee": 5.65e12}, 5.65e12, 0.484e12, int(2.75 * 2**20), 1.2e12),
+    "T4": DeviceSpec("T4", 40, {"ieee": 4.05e12}, 4.05e12, 0.32e12, 4 << 20, 1.3e12),
     "MI250": DeviceSpec("MI250", 104, {"ieee": 22.6e12, "bf16": 90e12}, 11.3e12, 1.6e12, 8 << 20, 3.0e12),
     "MI300X": DeviceSpec("MI300X", 304, {"ieee": 81.7e12, "bf16": 653e12}, 40.8e12, 5.3e12, 256 << 20, 10e12),
 }
 
-_BY_ARCHITECTURE = {(8, 0): "A100", (8, 6): "RTX 4090", (8, 9): "RTX 4090", (12, 0): "RTX 4090"}
+#: What an unnamed device is taken for: the latest of these that is not newer than it.
+_BY_CAPABILITY = {
+    (0, 0): "GTX 1080 Ti",
+    (7, 5): "T4",
+    (8, 0): "A100",
+    (8, 6): "RTX 4090",
+    (9, 0): "H100",
+    (12, 0): "RTX 4090",
+}
 
 
 def spec_of(device: torch.device | str) -> DeviceSpec:
@@ -89,7 +99,22 @@ def spec_of(device: torch.device | str) -> DeviceSpec:
     device = torch.device(device)
     if device.type != "cuda" or not torch.cuda.is_available():
         return SPECS["A100"]
-    return _cuda_spec(device.index if device.index is not None else torch.cuda.current_device())
+    return _cuda_spec(_index(device))
+
+
+def device_name(device: torch.device | str) -> str:
+    """The device's own name and architecture: what measurements on it are kept under."""
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return device.type
+    properties = torch.cuda.get_device_properties(_index(device))
+    if torch.version.hip is not None:
+        return f"{properties.name} ({properties.gcnArchName})"
+    return f"{properties.name} (sm_{properties.major}{properties.minor})"
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
 
 
 @lru_cache(maxsize=16)
@@ -97,9 +122,11 @@ def _cuda_spec(index: int) -> DeviceSpec:
     properties = torch.cuda.get_device_properties(index)
     if torch.version.hip is not None:
         return SPECS["MI300X" if "gfx94" in properties.gcnArchName else "MI250"]
-    named = next((spec for name, spec in SPECS.items() if name in properties.name), None)
-    nearest = _BY_ARCHITECTURE.get((properties.major, properties.minor), "H100")
-    return named or SPECS[nearest]
+    # As a word of its own: "A100" is in "NVIDIA A100-SXM4-80GB", but not in "NVIDIA RTX A1000".
+    named = (spec for name, spec in SPECS.items() if re.search(rf"\b{name}\b", properties.name))
+    capability = (properties.major, properties.minor)
+    relative = max(known for known in _BY_CAPABILITY if known <= capability)
+    return next(named, SPECS[_BY_CAPABILITY[relative]])
 
 
 #: For the first choice of a plan, before the device is known; an A100 in TF32. Launches are shared by a whole network.
@@ -221,13 +248,21 @@ def choose_plan(plan: Plan, spec: DeviceSpec, precision: str) -> Plan:
     return min(candidates, key=lambda candidate: plan_seconds(candidate, spec, precision))
 
 
+def _described(device: torch.device | str, spec: DeviceSpec) -> str:
+    """The spec's name, and whose rates they are taken for if the device has another name."""
+    if isinstance(device, str) and device in SPECS:
+        return spec.name
+    name = device_name(device)
+    return spec.name if re.search(rf"\b{spec.name}\b", name) else f"{name}, taken for {spec.name}"
+
+
 def explain(plan: Plan, device: torch.device | str, precision: str = "tf32") -> str:
     """The choice on a device, one line per candidate, cheapest first; every time is modelled."""
     spec = spec_of(device)
     precision = spec.native_precision(precision)
     chosen = choose_plan(plan, spec, precision)
     lines = [
-        f"{spec.name}, {precision} (modelled, not measured)",
+        f"{_described(device, spec)}, {precision} (modelled, not measured)",
         f"{'plan':<14}{'products':>10}{'mult-adds':>12}{'elementwise':>13}{'MB moved':>10}{'modelled us':>13}",
     ]
     candidates = sorted((plan, *plan.alternatives), key=lambda candidate: plan_seconds(candidate, spec, precision))
