@@ -117,6 +117,13 @@ def test_chosen_plans(name: str, case: Case) -> None:
     assert cuda.choose_plan(best, torch.float32, SPECS["A100"], "ieee").name == name
 
 
+def test_what_rounds_too_much_is_not_chosen() -> None:
+    """Three taps on three axes amplify the rounding of TF32 operands more than a gradient should bear."""
+    best = candidates(Case((256, 256, 3, 3, 3)))[0]
+    assert cuda.choose_plan(best, torch.float32, SPECS["A100"], "ieee").name == "toom/row"
+    assert cuda.choose_plan(best, torch.float32, SPECS["A100"], "tf32").name == "direct/row"
+
+
 def test_what_does_not_fit_is_not_chosen() -> None:
     """Five taps on three axes in float64 would take more shared memory than there is."""
     long = Case((64, 64, 5, 5, 5))

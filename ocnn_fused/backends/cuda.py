@@ -20,7 +20,7 @@ from ..plan import Plan
 from .lowering import accumulation_dtype, batches, run_buckets
 from .precision import matmul_precision
 from .triton.availability import missing_gpu
-from .triton.model import GPU_RATES, DeviceSpec, plan_seconds, spec_of
+from .triton.model import GPU_RATES, DeviceSpec, is_accurate, plan_seconds, spec_of
 
 #: Unlike Triton's, launches are not shared by all layers.
 RATES = replace(GPU_RATES, name="cuda", launch=4e-6)
@@ -98,8 +98,8 @@ def launches(plan: Plan) -> int:
 
 @lru_cache(maxsize=4096)
 def choose_plan(plan: Plan, dtype: torch.dtype, spec: DeviceSpec, precision: str) -> Plan:
-    """Of a plan and its alternatives the one with the least modelled time that fits; a direct plan always does."""
-    candidates = [candidate for candidate in (plan, *plan.alternatives) if fits(candidate, dtype)]
+    """Of the candidates that fit and are accurate the fastest by the model; a direct plan always serves."""
+    candidates = [one for one in (plan, *plan.alternatives) if fits(one, dtype) and is_accurate(one, precision)]
     return min(candidates, key=lambda one: plan_seconds(one, spec, precision) + spec.launch * launches(one))
 
 

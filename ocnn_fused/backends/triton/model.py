@@ -232,11 +232,16 @@ def amplification(plan: Plan) -> float:
     )
 
 
+def is_accurate(plan: Plan, precision: str) -> bool:
+    """Whether rounded operands leave the gradient within a few times the direct plan's error; a direct plan's do."""
+    return precision not in ("tf32", "bf16") or amplification(plan) <= MAX_AMPLIFICATION
+
+
 def refusal(plan: Plan, precision: str) -> str | None:
     """Why a plan is never chosen in this precision, or None; a direct plan always serves."""
     if not plan.is_diagonal and plan.outputs > MIX_SIZES[-1]:
         return f"{plan.outputs} outputs, at most {MIX_SIZES[-1]} can be mixed"
-    if precision in ("tf32", "bf16") and amplification(plan) > MAX_AMPLIFICATION:
+    if not is_accurate(plan, precision):
         return f"not accurate enough in {precision}"
     return None
 
