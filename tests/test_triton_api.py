@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from conftest import TOLERANCES
 from oracle import Case, loss_and_grad
-from triton_support import DEVICE, errors, execution, needs_interpreter, on_device
+from triton_support import DEVICE, errors, execution, needs_interpreter, on_device, skip_if_impossible
 
 from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach, kernel_orth_loss
 from ocnn_fused.backends import decode, encode
@@ -16,6 +20,7 @@ CASES = [Case((6, 4, 3), 2), Case((8, 16)), Case((6, 1, 3), groups=6)]
 
 @pytest.mark.parametrize("launch", [None, "single", "staged"])
 def test_loss_and_gradient(launch: str | None) -> None:
+    skip_if_impossible(launch)
     case = CASES[0]
     weight = on_device(case).requires_grad_()
     with execution():
@@ -149,3 +154,22 @@ def test_kernel_orth_loss_takes_the_same_options(launch: str, expected: set[str]
         kernel_orth_loss(weight, launch="twice")
     with pytest.raises(ValueError, match="side must be"):
         kernel_orth_loss(weight, side="left")
+
+
+def test_on_cpu_tensors_by_environment() -> None:
+    """As a user without a GPU tries it: nothing but two variables, and no repairs of the interpreter."""
+    code = (
+        "import torch; from ocnn_fused import fused_orth_loss; from ocnn_fused.backends import choose\n"
+        "torch.manual_seed(0)\n"
+        "weight = torch.randn(6, 4, 3).mul_(0.3).requires_grad_()\n"
+        "assert choose(weight.device).__name__ == 'ocnn_fused.backends.triton'\n"
+        "loss = fused_orth_loss(weight, 2); loss.backward()\n"
+        "other = weight.detach().requires_grad_()\n"
+        "expected = fused_orth_loss(other, 2, backend='torch'); expected.backward()\n"
+        "torch.testing.assert_close(loss, expected); torch.testing.assert_close(weight.grad, other.grad)\n"
+        "print('equal')\n"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OCNN_FUSED_BACKEND": "triton"}
+    environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert result.stdout.strip() == "equal", result.stderr

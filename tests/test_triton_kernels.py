@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import pytest
 import torch
 import triton_support as support
@@ -20,26 +22,28 @@ from triton_support import (
     triton,
 )
 
-from ocnn_fused.backends.triton import kernels
+from ocnn_fused.backends.triton import fields, kernels
+from ocnn_fused.backends.triton.config import MIX_SIZES, Config
 from ocnn_fused.backends.triton.launch import tables_for
+from ocnn_fused.backends.triton.model import spec_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 #: One case per kind of plan; `name` picks it among the candidates.
 KINDS = {
-    "toom 2 taps": (Case((7, 5, 2, 2)), "toom/row"),
+    "toom 2 taps": (Case((18, 5, 2, 2)), "toom/row"),
     "toom 3 taps": (Case((9, 6, 3, 3)), "toom/row"),
     "toom 3 taps, column side": (Case((12, 4, 3, 3)), "toom/column"),
-    "toom 4 taps": (Case((5, 4, 4, 4)), "toom/row"),
+    "toom 4 taps": (Case((9, 3, 4, 4)), "toom/row"),
     "toom 5 taps, 1-D": (Case((8, 5, 5)), "toom/row"),
     "toom 5 taps": (Case((4, 3, 5, 5)), "toom/row"),
-    "toom, 3-D": (Case((4, 3, 3, 3, 2)), "toom/row"),
+    "toom, 3-D": (Case((10, 3, 3, 3, 2)), "toom/row"),
     "toom, strided": (Case((8, 5, 3, 3), 2), "toom/row"),
     "toom, strided, blocks of several residues": (Case((6, 3, 4, 4), 2), "toom/row"),
     "toom, strided stem": (Case((24, 3, 5, 5), 2), "toom/column"),
     "toom, dilated and strided": (Case((8, 4, 5), 2, 3), "toom/row"),
     "toom, grouped": (Case((12, 5, 3), groups=3), "toom/row"),
-    "toom on one axis, direct on the other": (Case((5, 3, 7, 2)), "toom/row"),
+    "toom on one axis, direct on the other": (Case((9, 3, 7, 2)), "toom/row"),
     "direct": (Case((9, 6, 3, 3)), "direct/row"),
     "direct, column side": (Case((12, 4, 3)), "direct/column"),
     "direct, strided": (Case((6, 5, 4), 3), "direct/row"),
@@ -62,6 +66,31 @@ KINDS = {
 def test_every_kind_of_plan(kind: str) -> None:
     case, name = KINDS[kind]
     check(case, plan_named(case, name))
+
+
+def test_every_size_of_the_mix_has_tiles_off_the_diagonal() -> None:
+    """Which are stored twice, as they are and mirrored."""
+    sizes = set()
+    for case, name in KINDS.values():
+        tables = tables_for([on_device(case)], [plan_named(case, name)], [True], torch.float32, BIG)
+        begin, end = tables.stage("mix")
+        for row, first, second, _ in tables.tiles[begin:end].tolist():
+            sizes |= {tables.table[row + fields.M_SIZE.value].item()} if first != second else set()
+    assert sizes == set(MIX_SIZES)
+
+
+#: Largest error in units of the gradient's largest entry.
+PRECISION_TOLERANCES = {"ieee": TOLERANCE, "tf32x3": TOLERANCE, "tf32": 8 * 2.0**-11, "bf16": 8 * 2.0**-8}
+
+
+@pytest.mark.parametrize(
+    ("precision", "config"),
+    [(precision, config) for precision, configs in spec_of(support.DEVICE).shipped.items() for config in configs],
+)
+def test_every_shipped_configuration(precision: str, config: Config) -> None:
+    """More than one tile of each size, in all precisions; on a GPU the compiled code itself."""
+    case = Case((136, 20, 2))
+    check(case, plan_named(case, "toom/row"), PRECISION_TOLERANCES[precision], precision=precision, config=config)
 
 
 @pytest.mark.parametrize("kind", ["toom 3 taps, column side", "direct", "toom, strided", "lag 0 only", "depthwise"])
@@ -105,18 +134,26 @@ def test_groups_at_tile_edges(groups: int) -> None:
 # Program order
 # ----------------------------------------------------------------------------------------------------------------------
 
-ORDERS = [("shuffled", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)]
-ORDERED_KINDS = ["toom 3 taps", "toom, strided", "direct", "lag 0 only", "depthwise"]
+#: Every kind in two orders, and some in more.
+ORDERS = [
+    *((kind, order, 1) for kind in KINDS for order in ("shuffled", "interleaved")),
+    *((kind, "interleaved", seed) for kind in ("toom 3 taps", "direct", "depthwise") for seed in (2, 3)),
+]
+
+
+@lru_cache(maxsize=1)
+def in_sequence(kind: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    case, name = KINDS[kind]
+    return run([on_device(case)], [plan_named(case, name)], config=EDGES)
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("order", "seed"), ORDERS)
-@pytest.mark.parametrize("kind", ORDERED_KINDS)
+@pytest.mark.parametrize(("kind", "order", "seed"), ORDERS)
 def test_program_order_changes_nothing(kind: str, order: str, seed: int) -> None:
     """Not even a bit."""
     case, name = KINDS[kind]
     weight, plan = on_device(case), plan_named(case, name)
-    expected_losses, expected_grads = run([weight], [plan], config=EDGES)
+    expected_losses, expected_grads = in_sequence(kind)
     losses, grads = run([weight], [plan], config=EDGES, order=order, seed=seed)
     assert torch.equal(losses, expected_losses)
     assert torch.equal(grads[0], expected_grads[0])
@@ -261,19 +298,36 @@ def test_a_race_is_seen_when_interleaved_and_only_then(monkeypatch: pytest.Monke
     assert total("interleaved") < 6
 
 
+original_mix_tile = kernels.mix_tile
+
+
+@triton.jit
+def mix_unless_done(table, constants, tile, workspace, partials, with_grad):
+    """Looks whether another program has done the tile, and does it if not: two may look before one has done it."""
+    before = tl.load(partials + tl.load(tile + fields.I_SLOT))
+    if before != before:
+        original_mix_tile(table, constants, tile, workspace, partials, with_grad)
+
+
 @needs_interpreter
-def test_two_programs_on_one_tile_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tile pair that is mixed twice, in place."""
+def test_two_programs_on_one_tile_are_seen_when_interleaved_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tile is mixed in place, so not twice. Memory holds NaN, as do the partial losses of tiles that are not done."""
     case, name = KINDS["toom 3 taps"]
     weight, plan = on_device(case), plan_named(case, name)
-    call = support.Call([weight], [plan], True, "ieee", EDGES)
-    begin, end = call.tables.stage("mix")
-    apply_begin, _ = call.tables.stage("apply")
-    assert end == apply_begin
-    doubled = torch.cat([call.tables.tiles[begin:end]] * 2)
+    tables = tables_for([weight], [plan], [True], torch.float32, EDGES)
+    begin, end = tables.stage("mix")
+    doubled = tables.tiles[begin:end].repeat_interleave(2, dim=0)
     monkeypatch.setattr(support.Call, "_tiles", _with_mix_tiles(support.Call._tiles, doubled))
-    with pytest.raises(AssertionError):
-        check(case, plan, config=EDGES, order="interleaved", seed=1)
+    monkeypatch.setattr(kernels, "mix_tile", mix_unless_done)
+    _, expected = loss_and_grad(weight, case)
+
+    def is_right(order: str, seed: int) -> bool:
+        _, (grad,) = run([weight], [plan], config=EDGES, order=order, seed=seed)
+        return bool(abs(grad.double().numpy() - expected).max() <= TOLERANCE * abs(expected).max())
+
+    assert is_right("sequential", 0)
+    assert all(is_right("shuffled", seed) for seed in range(3))
+    assert not any(is_right("interleaved", seed) for seed in range(3))
 
 
 def _with_mix_tiles(original: object, tiles: torch.Tensor) -> object:

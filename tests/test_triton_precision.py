@@ -1,4 +1,4 @@
-"""Rounding of TF32 and bfloat16 products, emulated in the interpreter: what the tensor cores would lose."""
+"""Rounding of TF32 and bfloat16 products: what the tensor cores lose, or would, emulated in the interpreter."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from interpreter import bf16_of_float, float_of_bf16, round_to_bf16, round_to_tf32
 from oracle import Case, loss_and_grad
 from torch.overrides import TorchFunctionMode
-from triton_support import ON_GPU, candidates, needs_interpreter, on_device, plan_named, run
+from triton_support import DEVICE, candidates, on_device, plan_named, run
 
 from ocnn_fused.backends import pytorch
 from ocnn_fused.backends.triton.config import PRECISIONS
-from ocnn_fused.backends.triton.model import SPECS, choose_plan, refusal
+from ocnn_fused.backends.triton.model import SPECS, choose_plan, refusal, spec_of
 
-if not ON_GPU:
-    from interpreter import bf16_of_float, float_of_bf16, round_to_bf16, round_to_tf32
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
-pytestmark = [needs_interpreter, pytest.mark.usefixtures("poisoned_memory")]
-
-ROUNDINGS = {"tf32": 2.0**-11, "bf16": 2.0**-8}
+#: Of the precisions that the device has.
+ROUNDINGS = {
+    precision: unit
+    for precision, unit in {"tf32": 2.0**-11, "bf16": 2.0**-8}.items()
+    if spec_of(DEVICE).native_precision(precision) == precision
+}
 
 
 def rounded(values: np.ndarray, precision: str) -> np.ndarray:
@@ -140,7 +143,9 @@ def test_rounding_is_emulated(precision: str) -> None:
     assert 0.05 * ROUNDINGS[precision] < error < 8 * ROUNDINGS[precision]
 
 
-@pytest.mark.parametrize("precision", ["ieee", "tf32x3"])
+@pytest.mark.parametrize(
+    "precision", [one for one in ("ieee", "tf32x3") if spec_of(DEVICE).native_precision(one) == one]
+)
 def test_full_precision_is_not_rounded(precision: str) -> None:
     case = Case((24, 16))
     weight = on_device(case)

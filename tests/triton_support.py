@@ -18,17 +18,24 @@ import triton.language as tl
 from oracle import Case, loss_and_grad
 from plans import candidates, plan_named
 
+from ocnn_fused.backends.triton import cooperative
 from ocnn_fused.backends.triton.config import Config
 from ocnn_fused.backends.triton.launch import Call
 from ocnn_fused.plan import Plan
 
 __all__ = ["BIG", "DEVICE", "EDGES", "ON_GPU", "TOLERANCE", "Call", "candidates", "check", "errors", "execution"]
-__all__ += ["needs_interpreter", "on_device", "plan_named", "run", "tl", "triton"]
+__all__ += ["needs_interpreter", "on_device", "plan_named", "run", "skip_if_impossible", "tl", "triton"]
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 needs_interpreter = pytest.mark.skipif(ON_GPU, reason="program order and rounding are set in the interpreter")
+
+
+def skip_if_impossible(launch: str | None) -> None:
+    if launch == "single" and not cooperative.is_possible():
+        pytest.skip("on AMD a grid cannot be proven to fit, so there is no single launch")
+
 
 #: Big tiles for the interpreter, whose time does not depend on their size; and small ones, for many edges.
 BIG = Config(block=64, rows=8, columns=64, lanes=512)

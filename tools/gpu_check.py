@@ -153,6 +153,7 @@ class Outcome:
     registers: int = 0
     stack: int = 0
     spills: int = 0
+    scalar_spills: int = 0  # on AMD into lanes of vector registers; if these did not suffice there would be a stack
     shared: int = 0
     tensor_columns: int = 0
     programs: int = 0  # of the single kernel that fit on one multiprocessor
@@ -285,7 +286,8 @@ def _read_amd(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target
     numbers = {name: int(value) for name, value in re.findall(rf"\.({names}):\s+(\d+)", text)}
     outcome.registers = numbers["vgpr_count"]
     outcome.stack = numbers["private_segment_fixed_size"]
-    outcome.spills = numbers.get("vgpr_spill_count", 0) + numbers.get("sgpr_spill_count", 0)
+    outcome.spills = numbers.get("vgpr_spill_count", 0)
+    outcome.scalar_spills = numbers.get("sgpr_spill_count", 0)
     outcome.matrix = Counter(re.findall(rf"^\s+({target.matrix})", text, re.M))
     outcome.wide_loads = len(re.findall(r"^\s+(?:global|buffer)_load_dwordx4", text, re.M))
 
@@ -299,9 +301,9 @@ def table(outcomes: Sequence[Outcome]) -> str:
     lines = [
         f"Compiled with triton {triton.__version__}; nothing was executed.",
         "",
-        "| target | kernel | precision | tile | warps | registers | stack | spills | shared | tensor columns "
-        "| programs | matrix instructions | tile steps | 16-byte loads | seconds | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| target | kernel | precision | tile | warps | registers | stack | spills | scalar spills "
+        "| shared | tensor columns | programs | matrix instructions | tile steps | 16-byte loads | seconds | |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for outcome in outcomes:
         job = outcome.job
@@ -309,7 +311,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         tile = f"{job.config.block}x{job.config.block}x{job.config.depth}"
         lines.append(
             f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
-            f"| {outcome.stack} | {outcome.spills} | {outcome.shared} "
+            f"| {outcome.stack} | {outcome.spills} | {outcome.scalar_spills} | {outcome.shared} "
             f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {matrix} | {outcome.steps:g} "
             f"| {outcome.wide_loads} | {outcome.seconds:.1f} | {'; '.join(outcome.problems) or 'ok'} |"
         )
