@@ -55,7 +55,7 @@ class Modelled:
 
     reference: float
     fused: float
-    single: bool
+    launches: int
 
     @property
     def ratio(self) -> float:
@@ -78,13 +78,20 @@ def reference_seconds(layer: Layer, spec: DeviceSpec, precision: str) -> float:
     return products + traffic + REFERENCE_LAUNCHES * spec.launch
 
 
-def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> tuple[float, bool]:
-    """All layers in one call: the stages' work, and five launches or one with its barriers."""
+def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> tuple[float, int]:
+    """All layers in one call, and the number of launches.
+
+    The stages' work, five launches or one with its barriers; and backward, which multiplies the gradient of each weight
+    by the incoming one in a launch of its own.
+    """
     plans = [choose_plan(plan_of(layer), spec, precision) for layer in layers for _ in range(layer.count)]
     work = sum(plan_seconds(plan, spec, precision) for plan in plans)
+    weight_bytes = sum(4 * prod(layer.shape) * layer.count for layer in layers)
+    backward = len(plans) * spec.launch + 2 * weight_bytes / spec.bandwidth
     if prefer_single(plans, spec, precision):
-        return work * (1 + SINGLE_LOSS) + spec.launch + ADDED_BARRIERS * spec.barrier, True
-    return work + STAGED_LAUNCHES * spec.launch, False
+        single = work * (1 + SINGLE_LOSS) + spec.launch + ADDED_BARRIERS * spec.barrier
+        return single + backward, 1 + len(plans)
+    return work + STAGED_LAUNCHES * spec.launch + backward, STAGED_LAUNCHES + len(plans)
 
 
 def model(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> Modelled:
@@ -105,7 +112,7 @@ def network_table(precision: str) -> str:
             result = model(layers, SPECS[device], precision)
             lines.append(
                 f"| {name} | {device} | {result.reference * 1e3:.2f} | {result.fused * 1e3:.3f} | {result.ratio:.0f}x "
-                f"| {1 if result.single else STAGED_LAUNCHES} |"
+                f"| {result.launches} |"
             )
     return "\n".join(lines)
 
