@@ -175,10 +175,10 @@ def flags() -> tuple[list[str], list[str]]:
     return common + compile_only, common
 
 
-def nvcc_flags(cuda_files: int, other_files: int) -> list[str]:
-    """Flags of nvcc, which compiles for several architectures at once if jobs are left while all files are compiled."""
+def nvcc_flags(cuda_files: int) -> list[str]:
+    """Flags of nvcc, which shares the jobs out over architectures: the C++ files are done long before it."""
     jobs = os.environ["MAX_JOBS"]
-    threads = max(1, (int(jobs) - other_files) // cuda_files) if jobs.isdigit() else 1
+    threads = max(1, int(jobs) // cuda_files) if jobs.isdigit() else 1
     return [STANDARD, "-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}"]
 
 
@@ -205,7 +205,7 @@ def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
     compile_flags, link_flags = flags()
     cpp_files, cuda_files = sources("*.cpp", cuda=cuda), sources("*.cu", cuda=cuda)
     architectures = architecture_flags(toolkit) if toolkit else []
-    cuda_flags = nvcc_flags(len(cuda_files), len(cpp_files)) if toolkit else []
+    cuda_flags = nvcc_flags(len(cuda_files)) if toolkit else []
     # As system headers torch's are exempt from our warnings; so are those of the CUDA libraries, behind the toolkit's.
     folders = include_paths("cuda" if cuda else "cpu")
     folders += map(str, cuda_toolkit.library_include_folders(toolkit) if toolkit else [])

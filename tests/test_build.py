@@ -267,27 +267,21 @@ def test_limit_jobs(
 
 
 @pytest.mark.parametrize(
-    ("jobs", "cuda_files", "other_files", "threads"),
-    [("8", 1, 3, 5), ("8", 2, 3, 2), ("4", 1, 3, 1), ("2", 1, 3, 1), ("1", 1, 0, 1), ("many", 1, 3, 1)],
+    ("jobs", "cuda_files", "threads"), [("8", 1, 8), ("8", 3, 2), ("2", 1, 2), ("1", 2, 1), ("many", 1, 1)]
 )
 def test_threads_of_nvcc(
-    jobs: str,
-    cuda_files: int,
-    other_files: int,
-    threads: int,
-    setup_py: ModuleType,
-    monkeypatch: pytest.MonkeyPatch,
+    jobs: str, cuda_files: int, threads: int, setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every file compiled at once there are no more compilers than jobs, unless there are more files."""
+    """All CUDA files together have no more threads than there are jobs, unless there are more files."""
     monkeypatch.setenv("MAX_JOBS", jobs)
-    assert f"--threads={threads}" in setup_py.nvcc_flags(cuda_files, other_files)
+    assert f"--threads={threads}" in setup_py.nvcc_flags(cuda_files)
 
 
 def test_standard_is_named(setup_py: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """Left alone, older versions of torch add -std=c++17."""
     monkeypatch.setenv("MAX_JOBS", "1")
     assert "-std=c++20" in setup_py.flags()[0]
-    assert "-std=c++20" in setup_py.nvcc_flags(1, 1)
+    assert "-std=c++20" in setup_py.nvcc_flags(1)
 
 
 @pytest.fixture(scope="module")
