@@ -158,7 +158,7 @@ def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:
 
 
 def _plain_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:
-    """The same as the op; compiled code does what :class:`OrthLoss` does, in a third of the time."""
+    """The same as the op; where there is compiled code, it does what :class:`OrthLoss` does, with less overhead."""
     if _extension.module is None:
         return _orth_loss(weights, *geometry)
     with_grad = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
