@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "autograd.h"
+#include "buckets.h"
 
 TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
   // Executes a lowered plan (csrc/lowered.h) for weights of one shape, strides and type: one loss per weight and, if
@@ -16,6 +17,18 @@ TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Compiled backends of ocnn_fused; importing it registers their ops.";
+  // Calls the ops for plain tensors, which need no way through Python.
+  pybind11::class_<ocnn_fused::Buckets>(m, "Buckets")
+      .def(pybind11::init(
+          [](const std::vector<
+              std::tuple<std::vector<int64_t>, at::Tensor, at::Tensor, std::optional<at::Tensor>, bool>>& fields) {
+            ocnn_fused::Buckets buckets;
+            for (const auto& [members, layout, tables, constants, with_grad] : fields) {
+              buckets.all.push_back({members, layout, tables, constants, with_grad});
+            }
+            return buckets;
+          }))
+      .def("run", &ocnn_fused::Buckets::run, pybind11::call_guard<pybind11::gil_scoped_release>());
   // Not an op: it only makes a node of autograd's graph, which no device and no tracer has a part in.
   m.def("attach", [](const std::vector<at::Tensor>& weights, std::vector<at::Tensor> losses,
                      std::vector<at::Tensor> grads, std::vector<int64_t> strides, std::vector<int64_t> dilations,

@@ -162,9 +162,7 @@ def _plain_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]
     if _extension.module is None:
         return _orth_loss(weights, *geometry)
     with_grad = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
-    arguments = (*geometry, with_grad)
-    with torch.no_grad():
-        losses, grads = run(weights, *arguments)
+    losses, grads = run(weights, *geometry, with_grad)
     return _extension.module.attach(weights, losses, grads, *geometry[:4]) if any(with_grad) else losses
 
 

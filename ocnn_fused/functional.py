@@ -17,7 +17,7 @@ from .reference import frobenius_norm
 IntOrTuple = int | Sequence[int]
 
 #: What the ops take after the weights: strides, dilations and paddings, flattened; groups; side; backend.
-Geometry = tuple[list[int], list[int], list[int], list[int], str, str]
+Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str]
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -204,9 +204,9 @@ def _geometry(
 ) -> Geometry:
     if side not in ("auto", "row", "column"):
         raise ValueError(f"side must be 'auto', 'row' or 'column', got {side!r}")
-    flat_strides: list[int] = []
-    flat_dilations: list[int] = []
-    flat_paddings: list[int] = []
+    flat_strides: tuple[int, ...] = ()
+    flat_dilations: tuple[int, ...] = ()
+    flat_paddings: tuple[int, ...] = ()
     for index, weight in enumerate(weights):
         label = names["weights"] if names is _SINGULAR else f"weights[{index}]"
         _check_weight(label, weight, weights[0])
@@ -223,7 +223,7 @@ def _geometry(
         flat_strides += stride
         flat_dilations += dilation
         flat_paddings += padding
-    return flat_strides, flat_dilations, flat_paddings, groups, side, backend
+    return flat_strides, flat_dilations, flat_paddings, tuple(groups), side, backend
 
 
 def _check_weight(label: str, weight: Any, first: Tensor) -> None:

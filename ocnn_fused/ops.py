@@ -8,8 +8,8 @@ weight needs one. Both take, flattened over weights and their spatial axes, ``st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -64,20 +64,42 @@ def _cached_plan(
     return make_plan(shape[0] // groups, shape[1], axes, groups, side, rates)
 
 
-def _plans(
-    weights: Sequence[Tensor],
+def plans_for(
+    shapes: Sequence[Sequence[int]],
     strides: Sequence[int],
     dilations: Sequence[int],
     paddings: Sequence[int],
     groups: Sequence[int],
     side: str,
     backend: ModuleType,
-) -> Iterator[Plan]:
+) -> list[Plan]:
+    """The plans of all weights, whose axes lie one after the other."""
+    plans = []
     begin = 0
-    for weight, group in zip(weights, groups, strict=True):
-        axes = slice(begin, begin + weight.dim() - 2)
+    for shape, group in zip(shapes, groups, strict=True):
+        axes = slice(begin, begin + len(shape) - 2)
         begin = axes.stop
-        yield plan_for(weight.shape, strides[axes], dilations[axes], paddings[axes], group, side, backend)
+        plans.append(plan_for(shape, strides[axes], dilations[axes], paddings[axes], group, side, backend))
+    return plans
+
+
+@lru_cache(maxsize=1024)
+def _prepared(
+    shapes: tuple[tuple[int, ...], ...],
+    device: torch.device,
+    strides: tuple[int, ...],
+    dilations: tuple[int, ...],
+    paddings: tuple[int, ...],
+    groups: tuple[int, ...],
+    side: str,
+    backend: str,
+    default_backend: str | None,
+) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
+    """Chooses a backend and plans: what is left to do is a function of the weights and of ``with_grad``."""
+    name, options = backends.decode(backend)
+    module = backends.choose(device, name or default_backend)
+    plans = tuple(plans_for(shapes, strides, dilations, paddings, groups, side, module))
+    return partial(module.run, plans=plans, **backends.accepted(module, options))
 
 
 def run(
@@ -90,38 +112,19 @@ def run(
     backend: str,
     with_grad: Sequence[bool],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Chooses a backend, plans and computes: one loss per weight, and one gradient, empty where none is wanted."""
-    name, all_options = backends.decode(backend)
-    module = backends.choose(weights[0].device, name)
-    options = backends.accepted(module, all_options)
-    plans = list(_plans(weights, strides, dilations, paddings, groups, side, module))
-    if all(with_grad) or not any(with_grad):
-        losses, grads = module.run(weights, plans, any(with_grad), **options)
-    elif getattr(module, "GRADS_PER_WEIGHT", False):
-        losses, grads = module.run(weights, plans, with_grad, **options)
-    else:
-        losses, grads = _run_some(module, weights, plans, with_grad, options)
-    return losses, grads or [weight.new_empty(0) for weight in weights]
-
-
-def _run_some(
-    module: ModuleType,
-    weights: Sequence[Tensor],
-    plans: Sequence[Plan],
-    with_grad: Sequence[bool],
-    options: dict[str, str],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Weights that need a gradient in one pass, the others in another."""
-    losses, grads = list(weights), [weight.new_empty(0) for weight in weights]
-    for wanted in (True, False):
-        chosen = [index for index, needed in enumerate(with_grad) if bool(needed) == wanted]
-        some = [weights[i] for i in chosen], [plans[i] for i in chosen]
-        some_losses, some_grads = module.run(*some, wanted, **options)
-        for position, index in enumerate(chosen):
-            losses[index] = some_losses[position]
-            if wanted:
-                grads[index] = some_grads[position]
-    return losses, grads
+    """One loss per weight, and one gradient, empty where none is wanted."""
+    compute = _prepared(
+        tuple([weight.shape for weight in weights]),
+        weights[0].device,
+        tuple(strides),
+        tuple(dilations),
+        tuple(paddings),
+        tuple(groups),
+        side,
+        backend,
+        backends.default_name(),
+    )
+    return compute(weights, with_grad=with_grad)
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:

@@ -99,7 +99,7 @@ def tune(
     from .backends.triton.config import resolve_precision
     from .backends.triton.model import choose_plan, spec_of
     from .functional import _one_each, geometry_of
-    from .ops import _plans
+    from .ops import plans_for
 
     weights = [weight.detach() for weight in weights]
     device, count = weights[0].device, len(weights)
@@ -113,14 +113,14 @@ def tune(
         _one_each("groups", groups, count),
         _one_each("paddings", paddings, count),
     )
-    plans = list(_plans(weights, *geometry[:4], "auto", backend))
+    plans = plans_for([weight.shape for weight in weights], *geometry[:4], "auto", backend)
     spec = spec_of(device)
     chosen = spec.native_precision(resolve_precision(precision))
     measure = measure or partial(_cuda_seconds, device)
     best: tuple[float, Config] | None = None
     for config in candidates(spec.shipped[chosen]):
         try:
-            step = partial(backend.run, weights, plans, True, precision=chosen, launch="staged", config=config)
+            step = partial(backend.run, weights, plans, [True] * count, precision=chosen, launch="staged", config=config)
             seconds = measure(step)
         except Exception as error:  # one candidate's failure must not end the search
             report(f"{config}: {type(error).__name__}: {str(error)[:80]}")

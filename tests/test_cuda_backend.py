@@ -171,7 +171,7 @@ def precisions_chosen_for(monkeypatch: pytest.MonkeyPatch, **options: str) -> se
     seen: set[str] = set()
     monkeypatch.setattr(cuda, "choose_plan", lambda plan, dtype, spec, precision: (seen.add(precision), plan)[1])
     case = Case((6, 5, 3))
-    cuda.run([case.random(0, torch.float32)], [candidates(case)[0]], True, **options)
+    cuda.run([case.random(0, torch.float32)], [candidates(case)[0]], [True], **options)
     return seen
 
 
@@ -236,7 +236,7 @@ def test_every_kind_of_plan_on_a_gpu(name: str, case: Case, poisoned_memory: Non
         if not cuda.fits(plan, dtype):
             continue
         weights = [case.random(seed, dtype).to("cuda") for seed in range(2)]
-        (losses, grads), (again, grads_again) = (cuda.run_buckets(weights, [plan, plan], True) for _ in range(2))
+        (losses, grads), (again, grads_again) = (cuda.run_buckets(weights, [plan, plan], [True, True]) for _ in range(2))
         for weight, loss, grad in zip(weights, losses, grads, strict=True):
             assert (grad.dtype, grad.shape) == (dtype, weight.shape)
             assert max(errors(loss, grad, weight, case)) <= TOLERANCES[dtype]

@@ -381,7 +381,7 @@ def test_staged_instead_of_single_has_a_configuration_of_its_own(reason: str, mo
     ran = []
     monkeypatch.setattr(Call, "run", lambda call, programs: ran.append((call.config, programs)))
     case = Case((8, 16))
-    backend.run([on_device(case)], [plan_named(case, "gram/row")], True, precision="tf32")
+    backend.run([on_device(case)], [plan_named(case, "gram/row")], [True], precision="tf32")
     assert ran == [(SHIPPED["tf32"][0], None)]
 
 
@@ -419,9 +419,9 @@ def test_twice_the_same_bits_and_independent_results() -> None:
     case = Case((9, 6, 3))
     weight, plan = on_device(case), plan_named(case, "toom/row")
     with execution():
-        first, (grad,) = backend.run([weight], [plan], True, precision="ieee")
+        first, (grad,) = backend.run([weight], [plan], [True], precision="ieee")
         kept = grad.clone()
-        second, (again,) = backend.run([weight], [plan], True, precision="ieee")
+        second, (again,) = backend.run([weight], [plan], [True], precision="ieee")
     assert torch.equal(first[0], second[0])
     assert torch.equal(kept, again)
     assert torch.equal(grad, kept)
@@ -729,9 +729,9 @@ def test_cuda_graph_replays() -> None:
     case = Case((64, 64, 3, 3))
     weight, plan = on_device(case), plan_named(case, "toom/row")
     for mode in ("staged", "single") if cooperative.is_possible() else ("staged",):
-        expected = backend.run([weight], [plan], True, precision="ieee", launch=mode)[0][0].clone()
+        expected = backend.run([weight], [plan], [True], precision="ieee", launch=mode)[0][0].clone()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            losses, _ = backend.run([weight], [plan], True, precision="ieee", launch=mode)
+            losses, _ = backend.run([weight], [plan], [True], precision="ieee", launch=mode)
         graph.replay()
         assert torch.equal(losses[0], expected)

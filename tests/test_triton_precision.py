@@ -116,7 +116,7 @@ def test_no_plan_that_may_be_chosen_is_less_accurate(case: Case, precision: str)
     for plan in candidates(case):
         if not plan.small and refusal(plan, precision) is None:
             with RoundedProducts(precision):
-                _, (grad,) = pytorch.run([weight.double()], [plan], True)
+                _, (grad,) = pytorch.run([weight.double()], [plan], [True])
             errors[plan.name] = error_in_units_of_the_reference(grad, weight, case, precision)
     assert max(errors.values()) <= 4, errors
 

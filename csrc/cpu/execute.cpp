@@ -181,7 +181,7 @@ class Device {
   void each_strip(const Window& window, const F& stage) const {
     int64_t work = 0;
     for (const BlockView<T>& view : blocks_) work += view.block->residues * grid_work(view.evaluation);
-    const Strips strips(window);
+    const Strips strips(window, most_residues(blocks_));
     work *= std::min(kStrip, (strips.rows * window.channels() + kLanes - 1) / kLanes * kLanes);  // idle lanes cost too
     at::parallel_for(0, strips.count(window), grain(work), stage);
   }

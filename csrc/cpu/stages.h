@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
 #include "../pipeline.h"
@@ -59,13 +60,31 @@ struct TapPairs {
 };
 
 // A strip is what evaluate and gather work on at once: up to kStrip channels of one row, or several rows of few
-// channels.
+// channels. If one row of the planes, all residues side by side, is short too, then they are worked on together.
 struct Strips {
-  explicit Strips(const Window& window)
-      : rows(std::max<int64_t>(1, kStrip / window.channels())), across((window.channels() + kStrip - 1) / kStrip) {}
+  Strips(const Window& window, int64_t residues)
+      : folded(residues > 1 && residues * window.channels() <= kStrip),
+        rows(rows_of(folded ? residues * window.channels() : window.channels())),
+        across((window.channels() + kStrip - 1) / kStrip) {}
   int64_t count(const Window& window) const { return (window.rows() + rows - 1) / rows * across; }
+  const bool folded;
   const int64_t rows, across;  // per strip, strips per row
+
+ private:
+  // As many as fit, and fill whole vectors if they can.
+  static int64_t rows_of(int64_t width) {
+    const int64_t most = std::max<int64_t>(1, kStrip / width), whole = kLanes / std::gcd(kLanes, width);
+    return most < whole ? most : most / whole * whole;
+  }
 };
+
+// Of the block that has most.
+template <typename T>
+int64_t most_residues(const std::vector<BlockView<T>>& blocks) {
+  int64_t most = 1;
+  for (const BlockView<T>& view : blocks) most = std::max(most, view.block->residues);
+  return most;
+}
 
 // Stages that touch the weight. Ranges of work items let the caller split them over threads.
 template <typename S, typename T>

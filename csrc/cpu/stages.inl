@@ -19,41 +19,44 @@ inline void store(const typename Vector<T>::type& value, T* to) {
 }
 
 // The one arithmetic of evaluate, mix and gather: a factor along its axis, on rows of `lanes` numbers. Two vectors at
-// once share the loads of the matrix.
-//
+// once share the loads of the matrix, unless they would not fit the registers.
+template <int64_t kPoints>
+constexpr int64_t kTogether = kPoints > 5 ? 1 : 2;
+
 // out[point] = sum over span of matrix[point][span] in[span]
 template <typename T, int64_t kPoints, int64_t kSpan>
 void to_points(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
   using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width, pairs = kPoints / 2, evens = (kSpan + 1) / 2, odds = kSpan / 2;
-  for (int64_t at = 0; at < lanes; at += 2 * width) {
-    V sum[evens][2], difference[odds][2];
+  constexpr int64_t width = Vector<T>::width, vectors = kTogether<kPoints>, pairs = kPoints / 2,
+                    evens = (kSpan + 1) / 2, odds = kSpan / 2;
+  for (int64_t at = 0; at < lanes; at += vectors * width) {
+    V sum[evens][vectors], difference[odds][vectors];
     for (int64_t q = 0; q < odds; ++q) {
-      for (int64_t v = 0; v < 2; ++v) {
+      for (int64_t v = 0; v < vectors; ++v) {
         const V first = load(in[q] + at + v * width), last = load(in[kSpan - 1 - q] + at + v * width);
         sum[q][v] = first + last;
         difference[q][v] = first - last;
       }
     }
     if constexpr (evens > odds) {
-      for (int64_t v = 0; v < 2; ++v) sum[odds][v] = load(in[odds] + at + v * width);
+      for (int64_t v = 0; v < vectors; ++v) sum[odds][v] = load(in[odds] + at + v * width);
     }
     for (int64_t p = 0; p <= pairs; ++p) {
-      V even[2], odd[2];
-      for (int64_t v = 0; v < 2; ++v) even[v] = sum[0][v] * factor.even[p * evens];
+      V even[vectors], odd[vectors];
+      for (int64_t v = 0; v < vectors; ++v) even[v] = sum[0][v] * factor.even[p * evens];
       for (int64_t q = 1; q < evens; ++q) {
-        for (int64_t v = 0; v < 2; ++v) even[v] += sum[q][v] * factor.even[p * evens + q];
+        for (int64_t v = 0; v < vectors; ++v) even[v] += sum[q][v] * factor.even[p * evens + q];
       }
       if (p == 0) {
-        for (int64_t v = 0; v < 2; ++v) store(even[v], out[0] + at + v * width);
+        for (int64_t v = 0; v < vectors; ++v) store(even[v], out[0] + at + v * width);
         continue;
       }
       const T* row = factor.odd + (p - 1) * odds;
-      for (int64_t v = 0; v < 2; ++v) odd[v] = difference[0][v] * row[0];
+      for (int64_t v = 0; v < vectors; ++v) odd[v] = difference[0][v] * row[0];
       for (int64_t q = 1; q < odds; ++q) {
-        for (int64_t v = 0; v < 2; ++v) odd[v] += difference[q][v] * row[q];
+        for (int64_t v = 0; v < vectors; ++v) odd[v] += difference[q][v] * row[q];
       }
-      for (int64_t v = 0; v < 2; ++v) {
+      for (int64_t v = 0; v < vectors; ++v) {
         store(even[v] + odd[v], out[2 * p - 1] + at + v * width);
         if (2 * p < kPoints) store(even[v] - odd[v], out[2 * p] + at + v * width);
       }
@@ -65,12 +68,13 @@ void to_points(const Factor<T>& factor, const T* const* in, T* const* out, int64
 template <typename T, int64_t kPoints, int64_t kSpan>
 void from_points(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
   using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width, pairs = kPoints / 2, evens = (kSpan + 1) / 2, odds = kSpan / 2;
-  for (int64_t at = 0; at < lanes; at += 2 * width) {
-    V own[2], sum[pairs][2], difference[pairs][2];
-    for (int64_t v = 0; v < 2; ++v) own[v] = load(in[0] + at + v * width);
+  constexpr int64_t width = Vector<T>::width, vectors = kTogether<kPoints>, pairs = kPoints / 2,
+                    evens = (kSpan + 1) / 2, odds = kSpan / 2;
+  for (int64_t at = 0; at < lanes; at += vectors * width) {
+    V own[vectors], sum[pairs][vectors], difference[pairs][vectors];
+    for (int64_t v = 0; v < vectors; ++v) own[v] = load(in[0] + at + v * width);
     for (int64_t p = 0; p < pairs; ++p) {
-      for (int64_t v = 0; v < 2; ++v) {
+      for (int64_t v = 0; v < vectors; ++v) {
         const V first = load(in[2 * p + 1] + at + v * width);
         const V second = 2 * p + 2 < kPoints ? load(in[2 * p + 2] + at + v * width) : V{};
         sum[p][v] = first + second;
@@ -78,20 +82,20 @@ void from_points(const Factor<T>& factor, const T* const* in, T* const* out, int
       }
     }
     for (int64_t q = 0; q < evens; ++q) {
-      V even[2], odd[2];
-      for (int64_t v = 0; v < 2; ++v) even[v] = own[v] * factor.even[q];
+      V even[vectors], odd[vectors];
+      for (int64_t v = 0; v < vectors; ++v) even[v] = own[v] * factor.even[q];
       for (int64_t p = 0; p < pairs; ++p) {
-        for (int64_t v = 0; v < 2; ++v) even[v] += sum[p][v] * factor.even[(p + 1) * evens + q];
+        for (int64_t v = 0; v < vectors; ++v) even[v] += sum[p][v] * factor.even[(p + 1) * evens + q];
       }
       if (q == odds) {  // the middle
-        for (int64_t v = 0; v < 2; ++v) store(even[v], out[q] + at + v * width);
+        for (int64_t v = 0; v < vectors; ++v) store(even[v], out[q] + at + v * width);
         continue;
       }
-      for (int64_t v = 0; v < 2; ++v) odd[v] = difference[0][v] * factor.odd[q];
+      for (int64_t v = 0; v < vectors; ++v) odd[v] = difference[0][v] * factor.odd[q];
       for (int64_t p = 1; p < pairs; ++p) {
-        for (int64_t v = 0; v < 2; ++v) odd[v] += difference[p][v] * factor.odd[p * odds + q];
+        for (int64_t v = 0; v < vectors; ++v) odd[v] += difference[p][v] * factor.odd[p * odds + q];
       }
-      for (int64_t v = 0; v < 2; ++v) {
+      for (int64_t v = 0; v < vectors; ++v) {
         store(even[v] + odd[v], out[q] + at + v * width);
         store(even[v] - odd[v], out[kSpan - 1 - q] + at + v * width);
       }
@@ -296,52 +300,77 @@ inline void copy_lanes(const T* from, int64_t lanes, T* to) {
 }
 
 // One strip after the other, and the buffers for it: taps on one end of the evaluation matrix, planes on the other.
-// Lanes are the channels of its rows, one row after the other.
+// Lanes are the channels of its rows, one row after the other; where residues are folded, those of all residues.
 template <typename T>
 class StripWorker {
  public:
   StripWorker(const std::vector<BlockView<T>>& blocks, int64_t weight_taps, const Window& window)
-      : window_(window), strips_(window), weight_taps_(weight_taps), grid_(memory_for(blocks)) {}
+      : window_(window), strips_(window, most_residues(blocks)), weight_taps_(weight_taps), grid_(memory_for(blocks)) {}
 
   void select(int64_t item) {
-    const int64_t channels = window_.channels();
     row_ = item / strips_.across * strips_.rows;
     rows_ = std::min(strips_.rows, window_.rows() - row_);
     channel_ = item % strips_.across * kStrip;
-    per_row_ = std::min(kStrip, channels - channel_);
-    padded_ = (rows_ * per_row_ + kLanes - 1) / kLanes * kLanes;
+    per_row_ = std::min(kStrip, window_.channels() - channel_);
   }
 
-  // Calls visit(pointer to the first channel in the weight, first lane, lanes) for every row.
+  void select(const BlockView<T>& view) {
+    view_ = &view;
+    folded_ = strips_.folded && view.block->residues > 1;
+    run_ = folded_ ? view.block->residues * per_row_ : per_row_;
+    padded_ = (rows_ * run_ + kLanes - 1) / kLanes * kLanes;
+  }
+
+  // Of the block: all residues in one, or one by one.
+  int64_t passes() const { return folded_ ? 1 : view_->block->residues; }
+
+  // Calls visit(pointer to the first channel in the weight, first lane, lanes) for every row, or for all of them at
+  // once if their channels are equally far apart, too.
   template <typename S, typename F>
   void each_row(const WeightView<S>& weight, const F& visit) const {
-    for (int64_t q = 0; q < rows_; ++q) {
-      visit(weight.row(window_.row_begin + row_ + q) + (window_.channel_begin + channel_) * weight.channel_stride,
-            q * per_row_, per_row_);
+    const int64_t first = window_.row_begin + row_;
+    const bool even = weight.row_stride == per_row_ * weight.channel_stride &&
+                      first / weight.rows == (first + rows_ - 1) / weight.rows;
+    const int64_t together = even ? rows_ : 1;
+    for (int64_t q = 0; q < rows_; q += together) {
+      visit(weight.row(first + q) + (window_.channel_begin + channel_) * weight.channel_stride, q * per_row_,
+            together * per_row_);
     }
   }
 
-  // Where lane 0 of a residue of plane 0 lies.
-  T* in_pool(const Planes<T>& pool, int64_t residue) const {
-    return pool.data + row_ * pool.row_stride + residue * window_.channels() + channel_;
+  // Rows with the block's taps in the lanes of this pass.
+  void collect_taps(int64_t pass) {
+    for (int64_t m = 0; m < view_->block->taps; ++m) in[m] = class_row(pass, m);
+    each_fold([&](int64_t m, T* taps, int64_t lane) { copy_lanes(taps, per_row_, class_row(0, m) + lane); });
+  }
+
+  // The way back, in two steps: before and after they are written.
+  void aim_at_taps(int64_t pass) {
+    for (int64_t m = 0; m < view_->block->taps; ++m) out[m] = class_row(pass, m);
+  }
+  void scatter_taps() {
+    each_fold([&](int64_t m, T* taps, int64_t lane) { copy_lanes(class_row(0, m) + lane, per_row_, taps); });
+  }
+
+  // Where lane 0 of this pass lies in plane 0.
+  T* in_pool(const Planes<T>& pool, int64_t pass) const {
+    return pool.data + row_ * pool.row_stride + pass * window_.channels() + channel_;
   }
 
   // Whether all lanes lie side by side in the planes, and fill whole vectors there.
-  bool is_whole(const Planes<T>& pool) const {
-    return rows_ * per_row_ == padded_ && (rows_ == 1 || pool.row_stride == per_row_);
-  }
+  bool is_whole(const Planes<T>& pool) const { return rows_ * run_ == padded_ && is_dense(pool); }
 
   void to_pool(const T* row, const Planes<T>& pool, T* target) const {
-    for (int64_t q = 0; q < rows_; ++q) copy_lanes(row + q * per_row_, per_row_, target + q * pool.row_stride);
+    each_run(pool, [&](int64_t lane, int64_t lanes, int64_t at) { copy_lanes(row + lane, lanes, target + at); });
   }
 
   void from_pool(const Planes<T>& pool, const T* source, T* row) const {
-    for (int64_t q = 0; q < rows_; ++q) copy_lanes(source + q * pool.row_stride, per_row_, row + q * per_row_);
+    each_run(pool, [&](int64_t lane, int64_t lanes, int64_t at) { copy_lanes(source + at, lanes, row + lane); });
   }
 
   template <bool kToPoints>
-  void transform(const std::vector<Factor<T>>& factors) {
-    grid_.template transform_all<kToPoints>(factors, in.data(), out.data(), padded_);
+  void transform() {
+    grid_.template transform_all<kToPoints>(view_->evaluation, in.data(), out.data(), padded_);
   }
 
   T* taps() { return memory_; }
@@ -353,16 +382,42 @@ class StripWorker {
   std::vector<T*> out;
 
  private:
+  T* class_row(int64_t pass, int64_t tap) {
+    const PlanBlock& block = *view_->block;
+    return folded_ ? plane_row(block.planes + tap) : tap_row(view_->sources[pass * block.taps + tap]);
+  }
+
+  // Calls visit(tap of the block, its channels in one row and residue, their first lane), unless nothing is folded.
+  template <typename F>
+  void each_fold(const F& visit) {
+    const int64_t taps = view_->block->taps, residues = folded_ ? view_->block->residues : 0;
+    for (int64_t r = 0; r < residues; ++r) {
+      for (int64_t m = 0; m < taps; ++m) {
+        T* const channels = tap_row(view_->sources[r * taps + m]);
+        for (int64_t q = 0; q < rows_; ++q) visit(m, channels + q * per_row_, (q * residues + r) * per_row_);
+      }
+    }
+  }
+
+  bool is_dense(const Planes<T>& pool) const { return rows_ == 1 || pool.row_stride == run_; }
+
+  // Calls visit(first lane, lanes, where they lie in the planes) for lanes that lie side by side.
+  template <typename F>
+  void each_run(const Planes<T>& pool, const F& visit) const {
+    if (is_dense(pool)) return visit(0, rows_ * run_, 0);
+    for (int64_t q = 0; q < rows_; ++q) visit(q * run_, run_, q * pool.row_stride);
+  }
+
   Grid<T> memory_for(const std::vector<BlockView<T>>& blocks) {
-    int64_t rows = 1, planes = 1;
+    int64_t rows = 1, most = 1;
     for (const BlockView<T>& view : blocks) {
       rows = std::max(rows, Grid<T>::rows(view.evaluation));
-      planes = std::max(planes, view.block->planes);
+      most = std::max(most, view.block->planes + view.block->taps);
     }
-    memory_ = scratch<T>((weight_taps_ + 1 + planes) * kStrip + Grid<T>::elements(rows));
+    memory_ = scratch<T>((weight_taps_ + 1 + most) * kStrip + Grid<T>::elements(rows));
     in.resize(rows);
     out.resize(rows);
-    return Grid<T>(plane_row(planes), rows);
+    return Grid<T>(plane_row(most), rows);
   }
 
   const Window& window_;
@@ -370,7 +425,12 @@ class StripWorker {
   const int64_t weight_taps_;
   T* memory_ = nullptr;
   Grid<T> grid_;
-  int64_t row_ = 0, rows_ = 0, channel_ = 0, per_row_ = 0, padded_ = 0;
+  // The strip.
+  int64_t row_ = 0, rows_ = 0, channel_ = 0, per_row_ = 0;
+  // The block; run_: lanes that lie side by side in the planes.
+  const BlockView<T>* view_ = nullptr;
+  bool folded_ = false;
+  int64_t run_ = 0, padded_ = 0;
 };
 
 template <typename S, typename T>
@@ -384,17 +444,17 @@ void evaluate(const WeightView<const S>& weight, const std::vector<BlockView<T>>
       load_taps(weight, source, lanes, strip.taps() + lane);
     });
     for (const BlockView<T>& view : blocks) {
-      const PlanBlock& block = *view.block;
-      const Planes<T>& pool = planes[block.pool];
+      strip.select(view);
+      const Planes<T>& pool = planes[view.block->pool];
       const bool whole = strip.is_whole(pool);
-      for (int64_t r = 0; r < block.residues; ++r) {
-        for (int64_t m = 0; m < block.taps; ++m) strip.in[m] = strip.tap_row(view.sources[r * block.taps + m]);
-        T* target = strip.in_pool(pool, r);
-        for (int64_t g = 0; g < block.planes; ++g) {
+      for (int64_t pass = 0; pass < strip.passes(); ++pass) {
+        T* target = strip.in_pool(pool, pass);
+        for (int64_t g = 0; g < view.block->planes; ++g) {
           strip.out[g] = whole ? target + view.plane_of[g] * pool.plane_stride : strip.plane_row(g);
         }
-        strip.template transform<true>(view.evaluation);
-        for (int64_t g = 0; !whole && g < block.planes; ++g) {
+        strip.collect_taps(pass);
+        strip.template transform<true>();
+        for (int64_t g = 0; !whole && g < view.block->planes; ++g) {
           strip.to_pool(strip.out[g], pool, target + view.plane_of[g] * pool.plane_stride);
         }
       }
@@ -409,17 +469,18 @@ void gather(const WeightView<S>& grad, const std::vector<BlockView<T>>& blocks, 
   for (int64_t item = begin; item < end; ++item) {
     strip.select(item);
     for (const BlockView<T>& view : blocks) {
-      const PlanBlock& block = *view.block;
-      const Planes<T>& pool = planes[block.pool];
-      for (int64_t r = 0; r < block.residues; ++r) {
-        const T* source = strip.in_pool(pool, r);
+      strip.select(view);
+      const Planes<T>& pool = planes[view.block->pool];
+      for (int64_t pass = 0; pass < strip.passes(); ++pass) {
+        const T* source = strip.in_pool(pool, pass);
         // Copied, because planes lie powers of two apart and would evict each other while they are read again.
-        for (int64_t g = 0; g < block.planes; ++g) {
+        for (int64_t g = 0; g < view.block->planes; ++g) {
           strip.from_pool(pool, source + view.plane_of[g] * pool.plane_stride, strip.plane_row(g));
           strip.in[g] = strip.plane_row(g);
         }
-        for (int64_t m = 0; m < block.taps; ++m) strip.out[m] = strip.tap_row(view.sources[r * block.taps + m]);
-        strip.template transform<false>(view.evaluation);
+        strip.aim_at_taps(pass);
+        strip.template transform<false>();
+        strip.scatter_taps();
       }
     }
     strip.each_row(
@@ -484,35 +545,39 @@ void store_tile(T* from, bool transposed, const Tile<T>& to) {
   copy_tile(source, to);
 }
 
-// Sum of squares of the residual of one tile; with_grad: scales it by 4 on the way, as the adjoint wants it.
+// Sum of squares of the residual of one piece of a tile; with_grad: scales it by 4 on the way, as the adjoint wants it.
 template <typename T>
 double square_residual(T* residual, int64_t all_lags, bool with_grad) {
-  double loss = 0;
+  using V = typename Vector<T>::type;
+  constexpr int64_t width = Vector<T>::width;
+  double loss[width] = {};
   for (int64_t t = 0; t < all_lags; ++t) {
-    T* row = residual + t * kTileArea;
-    T squares[kLanes] = {};
-    for (int64_t e = 0; e < kTileArea; e += kLanes) {
-      for (int64_t l = 0; l < kLanes; ++l) squares[l] += row[e + l] * row[e + l];
+    T* row = residual + t * kStrip;
+    V squares{};
+    for (int64_t l = 0; l < kStrip; l += width) {
+      const V value = load(row + l);
+      squares += value * value;
+      if (with_grad) store(value * T(4), row + l);
     }
-    for (int64_t l = 0; l < kLanes; ++l) loss += squares[l];
-    for (int64_t e = 0; with_grad && e < kTileArea; ++e) row[e] *= T(4);
+    for (int64_t l = 0; l < width; ++l) loss[l] += squares[l];
   }
-  return loss;
+  return std::accumulate(loss, loss + width, 0.0);
 }
 
 template <typename T>
 void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int64_t all_lags, int64_t group,
                bool with_grad, int64_t begin, int64_t end, double* losses) {
-  int64_t rows = 1, most_outputs = 1;
+  int64_t rows = 1, all_outputs = 0;
   for (const BlockView<T>& view : blocks) {
     rows = std::max(rows, Grid<T>::rows(view.mix));
-    most_outputs = std::max(most_outputs, view.block->outputs);
+    all_outputs += view.block->outputs;
   }
-  // One row more than there are lags: lags that are dropped are zero, or written there.
-  T* const residual = scratch<T>((all_lags + 1 + most_outputs) * kTileArea + Grid<T>::elements(rows) + rows * kStrip);
-  T* const dropped = residual + all_lags * kTileArea;
-  T* const outputs = dropped + kTileArea;
-  T* const added = outputs + most_outputs * kTileArea;
+  // Outputs are tiles; everything after them is a piece of one at a time, so that it stays in the nearest cache. One
+  // row more than there are lags: lags that are dropped are zero, or written there.
+  T* const outputs = scratch<T>(all_outputs * kTileArea + (all_lags + 1 + rows) * kStrip + Grid<T>::elements(rows));
+  T* const residual = outputs + all_outputs * kTileArea;
+  T* const dropped = residual + all_lags * kStrip;
+  T* const added = dropped + kStrip;
   Grid<T> grid(added + rows * kStrip, rows);
   std::vector<const T*> in(rows);
   std::vector<T*> out(rows);
@@ -528,48 +593,55 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
     const auto matrix = [&](int64_t o) { return x.data + (o * x.groups + group) * side * side; };
     const auto tile = [&](int64_t o) { return Tile<T>{matrix(o) + i * side + j, side, height, width}; };
     const auto mirror = [&](int64_t o) { return Tile<T>{matrix(o) + j * side + i, side, width, height}; };
-    const auto lag_row = [&](int64_t lag) { return lag < 0 ? dropped : residual + lag * kTileArea; };
+    const auto lag_row = [&](int64_t lag) { return lag < 0 ? dropped : residual + lag * kStrip; };
 
-    for (size_t b = 0; b < blocks.size(); ++b) {
-      const BlockView<T>& view = blocks[b];
-      const int64_t count = view.block->outputs, lags = view.block->lags;
-      for (int64_t g = 0; g < count; ++g) {
+    T* next = outputs;
+    for (const BlockView<T>& view : blocks) {
+      for (int64_t g = 0; g < view.block->outputs; ++g, next += kTileArea) {
         const int64_t o = view.output_of[g] / 3;
         const bool transposed = view.output_of[g] % 3 == 1;
-        load_tile(transposed ? mirror(o) : tile(o), transposed, outputs + g * kTileArea);
+        load_tile(transposed ? mirror(o) : tile(o), transposed, next);
       }
-      for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
-        for (int64_t g = 0; g < count; ++g) in[g] = outputs + g * kTileArea + piece;
-        // The first block has all lags, the others add to them.
-        for (int64_t g = 0; g < lags; ++g) out[g] = b == 0 ? lag_row(view.lag_of[g]) + piece : added + g * kStrip;
+    }
+
+    double loss = 0;
+    for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
+      next = outputs + piece;
+      for (const BlockView<T>& view : blocks) {
+        const bool first = &view == blocks.data();  // it has all lags, the others add to them
+        for (int64_t g = 0; g < view.block->outputs; ++g, next += kTileArea) in[g] = next;
+        for (int64_t g = 0; g < view.block->lags; ++g) out[g] = first ? lag_row(view.lag_of[g]) : added + g * kStrip;
         grid.template transform_all<false>(view.mix, in.data(), out.data(), kStrip);
-        for (int64_t g = 0; b > 0 && g < lags; ++g) {
-          T* row = lag_row(view.lag_of[g]) + piece;
+        for (int64_t g = 0; !first && g < view.block->lags; ++g) {
+          T* row = lag_row(view.lag_of[g]);
           for (int64_t l = 0; l < kStrip; ++l) row[l] += out[g][l];
         }
       }
-    }
-
-    if (on_diagonal) {
-      for (int64_t d = 0; d < height; ++d) residual[all_lags / 2 * kTileArea + d * kTile + d] -= T(1);
-    }
-    // A tile stands for its mirror image too, where lag t is what lag -t is here.
-    losses[item] = (on_diagonal ? 1 : 2) * square_residual(residual, all_lags, with_grad);
-
-    std::fill_n(dropped, kTileArea, T(0));
-    for (size_t b = 0; with_grad && b < blocks.size(); ++b) {
-      const BlockView<T>& view = blocks[b];
-      const int64_t count = view.block->outputs, lags = view.block->lags;
-      for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
-        for (int64_t g = 0; g < lags; ++g) in[g] = lag_row(view.lag_of[g]) + piece;
-        for (int64_t g = 0; g < count; ++g) out[g] = outputs + g * kTileArea + piece;
+      if (on_diagonal) {
+        T* const lag_zero = residual + all_lags / 2 * kStrip;
+        for (int64_t d = piece / kTile; d < std::min(height, (piece + kStrip) / kTile); ++d) {
+          lag_zero[d * kTile + d - piece] -= T(1);
+        }
+      }
+      loss += square_residual(residual, all_lags, with_grad);
+      if (!with_grad) continue;
+      std::fill_n(dropped, kStrip, T(0));
+      next = outputs + piece;
+      for (const BlockView<T>& view : blocks) {
+        for (int64_t g = 0; g < view.block->lags; ++g) in[g] = lag_row(view.lag_of[g]);
+        for (int64_t g = 0; g < view.block->outputs; ++g, next += kTileArea) out[g] = next;
         grid.template transform_all<true>(view.mix, in.data(), out.data(), kStrip);
       }
-      for (int64_t g = 0; g < count; ++g) {
-        T* y = outputs + g * kTileArea;
+    }
+    // A tile stands for its mirror image too, where lag t is what lag -t is here.
+    losses[item] = (on_diagonal ? 1 : 2) * loss;
+
+    next = outputs;
+    for (const BlockView<T>& view : blocks) {
+      for (int64_t g = 0; with_grad && g < view.block->outputs; ++g, next += kTileArea) {
         const int64_t o = view.output_of[g] / 3, kind = view.output_of[g] % 3;
-        if (kind != 1) store_tile(y, false, tile(o));
-        if (kind != 0 && !on_diagonal) store_tile(y, true, mirror(o));
+        if (kind != 1) store_tile(next, false, tile(o));
+        if (kind != 0 && !on_diagonal) store_tile(next, true, mirror(o));
       }
     }
     if (++tile_j == tiles) tile_j = ++tile_i;

@@ -5,7 +5,8 @@
 ``unavailable_reason(device) -> str | None``
     why it cannot serve tensors of that device, in one sentence, or None,
 ``run(weights, plans, with_grad) -> (losses, grads)``
-    one 0-dim loss per weight in the accumulation dtype and, if asked for, one gradient per weight in its own dtype,
+    one 0-dim loss per weight in the accumulation dtype and one gradient per weight in its own dtype, empty where
+    ``with_grad`` says False; none of them with a graph,
 ``OPTIONS``
     optional: names of further keyword arguments of ``run``, each a string,
 ``ONLY_ON_REQUEST``
@@ -44,9 +45,14 @@ def accepted(module: ModuleType, options: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in options.items() if name in getattr(module, "OPTIONS", ())}
 
 
+def default_name() -> str | None:
+    """What the user wants where nothing is asked for."""
+    return os.environ.get("OCNN_FUSED_BACKEND") or None
+
+
 def choose(device: torch.device, name: str | None = None) -> ModuleType:
     """The backend called ``name``, or the first to serve ``device``; ``OCNN_FUSED_BACKEND`` is the default name."""
-    name = name or os.environ.get("OCNN_FUSED_BACKEND") or None
+    name = name or default_name()
     if name is not None:
         if name not in BACKENDS:
             raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import Tensor
 
 from .. import _extension
-from ..plan import CPU_RATES, Plan
+from ..plan import CPU_RATES
 from .lowering import run_buckets
 
 RATES = CPU_RATES
@@ -20,5 +17,4 @@ def unavailable_reason(device: torch.device) -> str | None:
     return _extension.unavailable_reason
 
 
-def run(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
-    return run_buckets(weights, plans, with_grad)
+run = run_buckets

@@ -119,7 +119,7 @@ def products_precision(precision: str | None = None) -> str:
 
 
 def run(
-    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool, *, precision: str | None = None
+    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool], *, precision: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     spec = spec_of(weights[0].device)
     native = spec.native_precision(products_precision(precision))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import _extension
 from ..plan import Block, Matrix, Plan, Run, Scheme
 
 
@@ -232,22 +233,24 @@ def _small_numbers(plan: Plan) -> tuple[Tensor]:
     return (torch.tensor(layout, dtype=torch.int64, device="cpu"),)
 
 
-def run_buckets(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
+@lru_cache(maxsize=1024)
+def _buckets(
+    plans: tuple[Plan, ...], kinds: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...], device: torch.device
+) -> Any:
+    """See csrc/buckets.h; ``kinds`` are dtype, strides and with_grad of each weight."""
+    members: dict[Any, list[int]] = {}
+    for index, key in enumerate(zip(plans, kinds, strict=True)):
+        members.setdefault(key, []).append(index)
+    buckets = []
+    for (plan, (dtype, _, with_grad)), some in members.items():
+        lowered = (*lower_small(plan, device), None) if plan.small else lower(plan, accumulation_dtype(dtype), device)
+        buckets.append((some, *lowered, with_grad))
+    return _extension.module.Buckets(buckets)
+
+
+def run_buckets(
+    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor]]:
     """Losses and gradients by the compiled ops; one call serves all weights of one plan, dtype and memory layout."""
-    ops = torch.ops.ocnn_fused
-    buckets: dict[tuple[Plan, torch.dtype, tuple[int, ...]], list[int]] = {}
-    for index, (weight, plan) in enumerate(zip(weights, plans, strict=True)):
-        buckets.setdefault((plan, weight.dtype, weight.stride()), []).append(index)
-    losses, grads = list(weights), list(weights)
-    for (plan, dtype, _), members in buckets.items():
-        some = [weights[index] for index in members]
-        if plan.small:
-            some_losses, some_grads = ops.execute_small.default(some, *lower_small(plan, some[0].device), with_grad)
-        else:
-            lowered = lower(plan, accumulation_dtype(dtype), some[0].device)
-            some_losses, some_grads = ops.execute_plan.default(some, *lowered, with_grad)
-        for position, index in enumerate(members):
-            losses[index] = some_losses[position]
-            if with_grad:
-                grads[index] = some_grads[position]
-    return losses, grads if with_grad else []
+    kinds = tuple([(weight.dtype, weight.stride(), needed) for weight, needed in zip(weights, with_grad, strict=True)])
+    return _buckets(tuple(plans), kinds, weights[0].device).run(weights)

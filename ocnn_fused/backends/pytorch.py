@@ -19,9 +19,12 @@ def unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
-def run(weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool) -> tuple[list[Tensor], list[Tensor]]:
-    results = [_run_one(weight, plan, with_grad) for weight, plan in zip(weights, plans, strict=True)]
-    return [loss for loss, _ in results], [grad for _, grad in results if grad is not None]
+@torch.no_grad()
+def run(
+    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool]
+) -> tuple[list[Tensor], list[Tensor]]:
+    results = [_run_one(*each) for each in zip(weights, plans, with_grad, strict=True)]
+    return [loss for loss, _ in results], [grad for _, grad in results]
 
 
 @lru_cache(maxsize=256)
@@ -38,7 +41,7 @@ def _taps(block: Block, weight: Tensor) -> Tensor:
     return taken * (index >= 0) if bool((index < 0).any()) else taken
 
 
-def _run_one(weight: Tensor, plan: Plan, with_grad: bool) -> tuple[Tensor, Tensor | None]:
+def _run_one(weight: Tensor, plan: Plan, with_grad: bool) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(weight.dtype)
     evaluation, mix, mix_transposed = _matrices(plan, dtype, weight.device)
     kernel = weight.reshape(plan.groups, plan.rows, plan.channels, -1).to(dtype)
@@ -68,7 +71,7 @@ def _run_one(weight: Tensor, plan: Plan, with_grad: bool) -> tuple[Tensor, Tenso
     squares = residual.double().square().sum((1, 2, 3))
     loss = (squares[0] + 2 * squares[1:].sum() + plan.offset).clamp_min(0).to(dtype)
     if not with_grad:
-        return loss, None
+        return loss, weight.new_empty(0)
     weighted = residual * 4
     weighted[0] /= 2
     adjoint = torch.einsum("to,tgij->ogij", mix, weighted)

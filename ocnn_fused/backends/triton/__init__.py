@@ -17,7 +17,6 @@ from .config import LARGE_TILES, Config, check_launch, choose_config, resolve_pr
 from .model import GPU_RATES, choose_plan, prefer_single, spec_of
 
 __all__ = [
-    "GRADS_PER_WEIGHT",
     "ONLY_ON_REQUEST",
     "OPTIONS",
     "RATES",
@@ -32,23 +31,21 @@ RATES = GPU_RATES
 #: On a CPU only the interpreter runs, which nobody wants by default.
 ONLY_ON_REQUEST = ("cpu",)
 
-#: :func:`run` takes ``with_grad`` for each weight, and does all of them in one pass.
-GRADS_PER_WEIGHT = True
-
 #: Further arguments of :func:`run` that the public functions pass on.
 OPTIONS = ("precision", "launch")
 
 
+@torch.no_grad()
 def run(
     weights: Sequence[Tensor],
     plans: Sequence[Plan],
-    with_grad: bool | Sequence[bool],
+    with_grad: Sequence[bool],
     *,
     precision: str | None = None,
     launch: str = "auto",
     config: Config | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One 0-dim loss per weight and, if asked for, one gradient per weight, empty where ``with_grad`` says False.
+    """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False.
 
     Of each plan and its alternatives the one with the least modelled time on the device is run. ``precision`` is that
     of the products: None follows ``torch.get_float32_matmul_precision()``. float64 weights are computed by the plain
@@ -89,23 +86,20 @@ def config_for(plans: Sequence[Plan], precision: str, device: torch.device) -> C
 
 
 def _run_with_float64(
-    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: bool | Sequence[bool], **options: object
+    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool], **options: object
 ) -> tuple[list[Tensor], list[Tensor]]:
     """float64 weights by PyTorch, the others here; results in the order of the weights."""
-    wanted = [with_grad] * len(weights) if isinstance(with_grad, bool) else list(with_grad)
-    losses, grads = list(weights), [weight.new_empty(0) for weight in weights]
+    losses, grads = list(weights), list(weights)
     for double in (True, False):
         chosen = [index for index, weight in enumerate(weights) if (weight.dtype == torch.float64) == double]
         if not chosen:
             continue
         some = [weights[index] for index in chosen], [plans[index] for index in chosen]
-        of_some = [wanted[index] for index in chosen]
+        of_some = [with_grad[index] for index in chosen]
         if double:
-            some_losses, some_grads = pytorch.run(*some, any(of_some))
+            some_losses, some_grads = pytorch.run(*some, of_some)
         else:
             some_losses, some_grads = run(*some, of_some, **options)  # type: ignore[arg-type]
         for position, index in enumerate(chosen):
-            losses[index] = some_losses[position]
-            if wanted[index]:
-                grads[index] = some_grads[position]
-    return losses, grads if any(wanted) else []
+            losses[index], grads[index] = some_losses[position], some_grads[position]
+    return losses, grads

@@ -202,9 +202,7 @@ class Call:
         return [_own(loss) for loss in self.losses.unbind()]
 
     def grads(self) -> list[Tensor]:
-        """One tensor per weight, an empty one where no gradient is wanted; none at all if there are no others."""
-        if not self.with_grad:
-            return []
+        """One tensor per weight, an empty one where no gradient is wanted."""
         grads = []
         pieces = zip(self.wanted, self.dtypes, self.tables.grad_layouts, self.tables.grad_bytes, strict=True)
         for wanted, dtype, layout, begin in pieces:
