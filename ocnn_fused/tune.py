@@ -120,7 +120,9 @@ def tune(
     best: tuple[float, Config] | None = None
     for config in candidates(spec.shipped[chosen]):
         try:
-            step = partial(backend.run, weights, plans, [True] * count, precision=chosen, launch="staged", config=config)
+            step = partial(
+                backend.run, weights, plans, [True] * count, precision=chosen, launch="staged", config=config
+            )
             seconds = measure(step)
         except Exception as error:  # one candidate's failure must not end the search
             report(f"{config}: {type(error).__name__}: {str(error)[:80]}")

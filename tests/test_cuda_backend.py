@@ -236,7 +236,9 @@ def test_every_kind_of_plan_on_a_gpu(name: str, case: Case, poisoned_memory: Non
         if not cuda.fits(plan, dtype):
             continue
         weights = [case.random(seed, dtype).to("cuda") for seed in range(2)]
-        (losses, grads), (again, grads_again) = (cuda.run_buckets(weights, [plan, plan], [True, True]) for _ in range(2))
+        (losses, grads), (again, grads_again) = (
+            cuda.run_buckets(weights, [plan, plan], [True, True]) for _ in range(2)
+        )
         for weight, loss, grad in zip(weights, losses, grads, strict=True):
             assert (grad.dtype, grad.shape) == (dtype, weight.shape)
             assert max(errors(loss, grad, weight, case)) <= TOLERANCES[dtype]

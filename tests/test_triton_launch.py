@@ -407,7 +407,7 @@ def test_float64_is_served_by_pytorch() -> None:
     case = Case((6, 8))
     weights = [on_device(case), on_device(case, torch.float64), on_device(case, seed=1)]
     with execution():
-        losses, grads = backend.run(weights, [plan_named(case, "gram/row")] * 3, True, precision="ieee")
+        losses, grads = backend.run(weights, [plan_named(case, "gram/row")] * 3, [True] * 3, precision="ieee")
     assert [loss.dtype for loss in losses] == [torch.float32, torch.float64, torch.float32]
     for loss, grad, weight in zip(losses, grads, weights, strict=True):
         assert grad.dtype == weight.dtype
