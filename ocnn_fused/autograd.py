@@ -162,7 +162,8 @@ def _plain_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]
     if _extension.module is None:
         return _orth_loss(weights, *geometry)
     with_grad = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
-    losses, grads = run(weights, *geometry, with_grad)
+    arguments = (*geometry, with_grad)
+    losses, grads = run(weights, *arguments)
     return _extension.module.attach(weights, losses, grads, *geometry[:4]) if any(with_grad) else losses
 
 
