@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from . import _extension, reference
-from .ops import _library, run
+from .backends import default_name
+from .backends.lowering import kinds_of
+from .ops import _library, prepared, run
 
 #: Whether the running backward keeps its graph (``retain_graph``); if PyTorch does not tell, assume that it does.
 _graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
@@ -130,10 +132,12 @@ def _are_plain(weights: Sequence[Tensor]) -> bool:
 
     The dispatcher's way through Python costs as much as a small layer; plain tensors go without it.
     """
+    for weight in weights:
+        if type(weight) not in _PLAIN_TYPES:
+            return False
     device_type = weights[0].device.type
     return (
         device_type in ("cpu", "cuda")
-        and all(type(weight) in _PLAIN_TYPES for weight in weights)
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and not torch._C._is_tracing()
@@ -162,8 +166,8 @@ def _plain_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]
     if _extension.module is None:
         return _orth_loss(weights, *geometry)
     with_grad = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
-    arguments = (*geometry, with_grad)
-    losses, grads = run(weights, *arguments)
+    compute = prepared(kinds_of(weights, with_grad), weights[0].device, default_name(), *geometry)
+    losses, grads = compute(weights)
     return _extension.module.attach(weights, losses, grads, *geometry[:4]) if any(with_grad) else losses
 
 

@@ -60,9 +60,8 @@ def fused_orth_loss(
     Returns:
         The loss in float64 for a float64 weight, else in float32. The gradient has the weight's dtype.
     """
-    (loss,) = _losses(
-        [weight], [stride], [dilation], [groups], [padding], side, _backend(backend, precision, launch), names=_SINGULAR
-    )
+    geometry = _geometry_of_one(weight, (stride, dilation, groups, padding), side, backend, precision, launch)
+    (loss,) = orth_losses([weight], *geometry)
     return loss if squared else frobenius_norm(loss)
 
 
@@ -91,7 +90,7 @@ def fused_orth_loss_foreach(
     count = len(weights)
     if count == 0:
         return torch.zeros(0)
-    losses = _losses(
+    geometry = _geometry(
         weights,
         _one_each("strides", strides, count),
         _one_each("dilations", dilations, count),
@@ -101,6 +100,7 @@ def fused_orth_loss_foreach(
         _backend(backend, precision, launch),
         names=_PLURAL,
     )
+    losses = orth_losses(weights, *geometry)
     if any(loss.dtype != losses[0].dtype for loss in losses):
         losses = [loss.double() for loss in losses]
     stacked = torch.stack(list(losses))
@@ -179,17 +179,28 @@ def _one_each(name: str, value: Any, count: int) -> list[Any]:
     return values
 
 
-def _losses(
-    weights: list[Tensor],
-    strides: list[Any],
-    dilations: list[Any],
-    groups: list[Any],
-    paddings: list[Any],
-    side: str,
-    backend: str,
-    names: dict[str, str],
-) -> Sequence[Tensor]:
-    return orth_losses(weights, *_geometry(weights, strides, dilations, groups, paddings, side, backend, names))
+#: Of arguments that were found good, the geometry; see :func:`_geometry_of_one`.
+_known: dict[tuple[Any, ...], Geometry] = {}
+
+
+def _geometry_of_one(
+    weight: Any, numbers: tuple[Any, Any, Any, Any], side: str, backend: Any, precision: Any, launch: Any
+) -> Geometry:
+    """Checks are as slow as a small layer, so the same ones are not repeated; ``numbers``: stride to padding."""
+    key = None
+    if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
+        # As text, because True == 1 == 1.0, and a list has no hash.
+        key = (weight.shape, weight.dtype, weight.layout, repr(numbers), side, backend, precision, launch)
+        if key in _known:
+            return _known[key]
+    stride, dilation, groups, padding = ([number] for number in numbers)
+    encoded = _backend(backend, precision, launch)
+    geometry = _geometry([weight], stride, dilation, groups, padding, side, encoded, _SINGULAR)
+    if key is not None:
+        if len(_known) >= 4096:
+            _known.clear()
+        _known[key] = geometry
+    return geometry
 
 
 def _geometry(

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from . import _extension, backends
-from .backends.lowering import accumulation_dtype
+from .backends.lowering import Kind, accumulation_dtype, buckets, kinds_of
 from .plan import Plan, Rates, make_plan, reduce_axis
 
 _GEOMETRY = "int[] strides, int[] dilations, int[] paddings, int[] groups, str side, str backend"
@@ -84,47 +84,34 @@ def plans_for(
 
 
 @lru_cache(maxsize=1024)
-def _prepared(
-    shapes: tuple[tuple[int, ...], ...],
+def prepared(
+    kinds: tuple[Kind, ...],
     device: torch.device,
+    default_backend: str | None,
     strides: tuple[int, ...],
     dilations: tuple[int, ...],
     paddings: tuple[int, ...],
     groups: tuple[int, ...],
     side: str,
     backend: str,
-    default_backend: str | None,
-) -> Callable[..., tuple[list[Tensor], list[Tensor]]]:
-    """Chooses a backend and plans: what is left to do is a function of the weights and of ``with_grad``."""
+) -> Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]:
+    """Chooses a backend and plans, once for all calls that are alike. What is left is a function of the weights.
+
+    It returns one loss per weight and one gradient, empty where none is wanted, all of them without a graph.
+    """
     name, options = backends.decode(backend)
     module = backends.choose(device, name or default_backend)
-    plans = tuple(plans_for(shapes, strides, dilations, paddings, groups, side, module))
-    return partial(module.run, plans=plans, **backends.accepted(module, options))
+    plans = tuple(plans_for([shape for shape, *_ in kinds], strides, dilations, paddings, groups, side, module))
+    if module is backends.cpu:  # where nothing else can change from call to call
+        return buckets(plans, kinds, device).run
+    with_grad = [wanted for *_, wanted in kinds]
+    return partial(module.run, plans=plans, with_grad=with_grad, **backends.accepted(module, options))
 
 
-def run(
-    weights: Sequence[Tensor],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-    paddings: Sequence[int],
-    groups: Sequence[int],
-    side: str,
-    backend: str,
-    with_grad: Sequence[bool],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """One loss per weight, and one gradient, empty where none is wanted."""
-    compute = _prepared(
-        tuple([weight.shape for weight in weights]),
-        weights[0].device,
-        tuple(strides),
-        tuple(dilations),
-        tuple(paddings),
-        tuple(groups),
-        side,
-        backend,
-        backends.default_name(),
-    )
-    return compute(weights, with_grad=with_grad)
+def run(weights: Sequence[Tensor], *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """One loss per weight, and one gradient, empty where none is wanted; takes what ``orth_loss_and_grad`` takes."""
+    *geometry, with_grad = (tuple(one) if isinstance(one, list) else one for one in arguments)
+    return prepared(kinds_of(weights, with_grad), weights[0].device, backends.default_name(), *geometry)(weights)
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:

@@ -233,24 +233,29 @@ def _small_numbers(plan: Plan) -> tuple[Tensor]:
     return (torch.tensor(layout, dtype=torch.int64, device="cpu"),)
 
 
+#: What plans and compiled code depend on, of one weight: shape, strides, dtype, and whether its gradient is wanted.
+Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
+
+
+def kinds_of(weights: Sequence[Tensor], with_grad: Sequence[bool]) -> tuple[Kind, ...]:
+    return tuple([(w.shape, w.stride(), w.dtype, wanted) for w, wanted in zip(weights, with_grad, strict=True)])
+
+
 @lru_cache(maxsize=1024)
-def _buckets(
-    plans: tuple[Plan, ...], kinds: tuple[tuple[torch.dtype, tuple[int, ...], bool], ...], device: torch.device
-) -> Any:
-    """See csrc/buckets.h; ``kinds`` are dtype, strides and with_grad of each weight."""
-    members: dict[Any, list[int]] = {}
+def buckets(plans: tuple[Plan, ...], kinds: tuple[Kind, ...], device: torch.device) -> Any:
+    """The calls of the compiled ops, see csrc/buckets.h: one serves all weights of one plan and kind."""
+    members: dict[tuple[Plan, Kind], list[int]] = {}
     for index, key in enumerate(zip(plans, kinds, strict=True)):
         members.setdefault(key, []).append(index)
-    buckets = []
-    for (plan, (dtype, _, with_grad)), some in members.items():
+    fields = []
+    for (plan, (_, _, dtype, with_grad)), some in members.items():
         lowered = (*lower_small(plan, device), None) if plan.small else lower(plan, accumulation_dtype(dtype), device)
-        buckets.append((some, *lowered, with_grad))
-    return _extension.module.Buckets(buckets)
+        fields.append((some, *lowered, with_grad))
+    return _extension.module.Buckets(fields)
 
 
 def run_buckets(
     weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses and gradients by the compiled ops; one call serves all weights of one plan, dtype and memory layout."""
-    kinds = tuple([(weight.dtype, weight.stride(), needed) for weight, needed in zip(weights, with_grad, strict=True)])
-    return _buckets(tuple(plans), kinds, weights[0].device).run(weights)
+    """Losses and gradients by the compiled ops."""
+    return buckets(tuple(plans), kinds_of(weights, with_grad), weights[0].device).run(weights)
