@@ -26,7 +26,7 @@ EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --e
 NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test test-integrations bench bench-training lint format sanitize gpu-check cuda-build dist clean nvcc FORCE
+.PHONY: install test integrations test-integrations bench bench-training lint format sanitize gpu-check cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/extension
@@ -34,7 +34,10 @@ install: $(STAMPS)/extension
 test: $(STAMPS)/extension $(STAMPS)/test
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(PYTEST_ARGS)
 
-# The same suite's part that needs Lightning, transformers and Accelerate; without them `make test` skips it.
+# Installs Lightning, transformers and Accelerate; without them `make test` skips its part that needs them.
+integrations: $(STAMPS)/integrations
+
+# That part alone.
 test-integrations: $(STAMPS)/extension $(STAMPS)/integrations
 	$(PY) -m pytest tests/integrations $(PYTEST_ARGS)
 

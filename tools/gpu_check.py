@@ -296,6 +296,30 @@ def _run(tool: str, *arguments: str) -> str:
     return subprocess.run([NVIDIA_TOOLS / tool, *arguments], capture_output=True, text=True, check=True).stdout
 
 
+def row(outcome: Outcome) -> str:
+    """Of the table."""
+    job = outcome.job
+    matrix = ", ".join(f"{count} {name}" for name, count in outcome.matrix.most_common(2)) or "-"
+    tile = f"{job.config.block}x{job.config.block}x{job.config.depth}"
+    return (
+        f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
+        f"| {outcome.stack} | {outcome.spills} | {outcome.scalar_spills} | {outcome.shared} "
+        f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {matrix} | {outcome.steps:g} "
+        f"| {outcome.wide_loads} | {outcome.seconds:.1f} | {'; '.join(outcome.problems) or 'ok'} |"
+    )
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """One line about one target."""
+    wrong = sum(bool(outcome.problems) for outcome in outcomes)
+    return (
+        f"{outcomes[0].job.target}: {len(outcomes)} kernels, {f'{wrong} WRONG' if wrong else 'all ok'}; "
+        f"at most {max(outcome.registers for outcome in outcomes)} registers, "
+        f"{max(outcome.shared for outcome in outcomes)} bytes of shared memory; "
+        f"{sum(outcome.seconds for outcome in outcomes):.0f} s"
+    )
+
+
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown, one row per kernel, configuration and target."""
     lines = [
@@ -305,16 +329,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         "| shared | tensor columns | programs | matrix instructions | tile steps | 16-byte loads | seconds | |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for outcome in outcomes:
-        job = outcome.job
-        matrix = ", ".join(f"{count} {name}" for name, count in outcome.matrix.most_common(2)) or "-"
-        tile = f"{job.config.block}x{job.config.block}x{job.config.depth}"
-        lines.append(
-            f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
-            f"| {outcome.stack} | {outcome.spills} | {outcome.scalar_spills} | {outcome.shared} "
-            f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {matrix} | {outcome.steps:g} "
-            f"| {outcome.wide_loads} | {outcome.seconds:.1f} | {'; '.join(outcome.problems) or 'ok'} |"
-        )
+    lines += map(row, outcomes)
     return "\n".join(lines) + "\n"
 
 
@@ -323,19 +338,18 @@ _SLOWEST_FIRST = ("single", "apply", "gram", "mix", "gather", "evaluate")
 
 
 def run(todo: Sequence[Job], processes: int) -> list[Outcome]:
-    """The outcomes in the order of the jobs, with a line of progress for each."""
+    """The outcomes in the order of the jobs; prints what is wrong at once, and a line for every target that is done."""
     outcomes: dict[Job, Outcome] = {}
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        order = sorted(todo, key=lambda job: _SLOWEST_FIRST.index(job.kernel))
+        order = sorted(todo, key=lambda job: (job.target, _SLOWEST_FIRST.index(job.kernel)))
         for future in as_completed([pool.submit(check, job) for job in order]):
             outcome = future.result()
-            job = outcome.job
-            outcomes[job] = outcome
-            print(
-                f"[{len(outcomes):>3}/{len(todo)}] {job.target} {job.kernel} {job.precision} {job.config.block}: "
-                f"{'; '.join(outcome.problems) or 'ok'} ({outcome.seconds:.1f} s)",
-                flush=True,
-            )
+            outcomes[outcome.job] = outcome
+            if outcome.problems:
+                print(row(outcome), flush=True)
+            part = [job for job in todo if job.target == outcome.job.target]
+            if outcomes.keys() >= set(part):
+                print(summary([outcomes[job] for job in part]), flush=True)
     return [outcomes[job] for job in todo]
 
 
@@ -344,15 +358,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
     parser.add_argument("--kernels", nargs="+", help="only these, for instance gram single")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, help="write the table there too")
+    parser.add_argument("--out", type=Path, help="write the table there instead of printing it")
     options = parser.parse_args(arguments)
     todo = [job for job in jobs(options.targets) if not options.kernels or job.kernel in options.kernels]
     start = perf_counter()
     outcomes = run(todo, options.processes)
     text = table(outcomes)
-    print(f"\n{text}\n{len(todo)} kernels in {perf_counter() - start:.0f} s")
     if options.out:
         options.out.write_text(text)
+    else:
+        print(f"\n{text}")
+    print(f"{len(todo)} kernels in {perf_counter() - start:.0f} s")
     wrong = sum(bool(outcome.problems) for outcome in outcomes)
     raise SystemExit(f"{wrong} kernels are not as they should be" if wrong else 0)
 
