@@ -62,14 +62,18 @@ def lag_coefficients(plan: Plan) -> tuple[np.ndarray, int]:
     evaluations, scale = scaled([block.evaluation for block in plan.blocks])
     (mix, mix_transposed), mix_scale = scaled([plan.mix, plan.mix_transposed])
     size = prod(axis.taps for axis in plan.axes) if plan.side == "row" else plan.blocks[0].taps
-    forms = np.zeros((plan.outputs, size, size), dtype=object)
+    most_of_forms = len(plan.products) * max(abs(matrix).max() for matrix in evaluations) ** 2
+    if 2 * most_of_forms * max(abs(matrix).sum() for matrix in (mix, mix_transposed)) < 2**63:
+        # Machine integers hold whatever comes up, exactly, and are many times faster than Python's.
+        *evaluations, mix, mix_transposed = (matrix.astype(np.int64) for matrix in (*evaluations, mix, mix_transposed))
+    forms = np.zeros((plan.outputs, size, size), dtype=mix.dtype)
     for index, left, right, out in plan.products:
         form = np.multiply.outer(evaluations[index][left], evaluations[index][right])
         sources = plan.blocks[index].sources if plan.side == "row" else (tuple(range(size)),)
         for source in sources:
             assert min(source) >= 0, "a row-side class has exactly its own taps"
             forms[out][np.ix_(source, source)] += form
-    result = np.zeros((len(plan.lags), size, size), dtype=object)
+    result = np.zeros((len(plan.lags), size, size), dtype=mix.dtype)
     for matrix, side_forms in ((mix, forms), (mix_transposed, forms.swapaxes(1, 2))):
         for lag, out in np.argwhere(matrix):
             result[lag] += matrix[lag, out] * side_forms[out]

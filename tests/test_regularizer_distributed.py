@@ -505,7 +505,9 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     before = os.environ.get("OMP_NUM_THREADS")
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        mp.spawn(run, (request.param, str(folder)), nprocs=request.param)
+        # Imported once, not by each process.
+        mp.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
+        mp.start_processes(run, (request.param, str(folder)), nprocs=request.param, start_method="forkserver")
     finally:
         os.environ.pop("OMP_NUM_THREADS")
         if before is not None:
