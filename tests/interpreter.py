@@ -8,7 +8,8 @@ What is repaired, all of it in Triton's own classes and undone when the context 
   rounded to bfloat16 to nearest even (the interpreter truncates), and ``tf32`` products round their operands;
 - programs run sequentially, shuffled, or interleaved: one thread per program, a seeded baton passed at every access to
   memory, which is what shows a race;
-- a device function does not patch the language again for every call, which is most of the interpreter's time.
+- a device function does not patch the language again for every call, which is most of the interpreter's time, and
+  types are looked up in a table that is not made anew each time.
 """
 
 from __future__ import annotations
@@ -99,9 +100,8 @@ class _Interleaving:
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.changed = threading.Condition()
         self.alive: list[threading.Thread] = []
-        self.holder: threading.Thread | None = None
+        self.turn: dict[threading.Thread, threading.Semaphore] = {}  # each waits for its own, so that one wakes up
         self.place: dict[threading.Thread, tuple[int, int, int]] = {}
         self.error: BaseException | None = None
 
@@ -110,18 +110,16 @@ class _Interleaving:
         me = threading.current_thread()
         if me not in self.place:
             return
-        with self.changed:
-            self._pass_on()
-            self._wait_for_turn(me)
+        self._pass_on()
+        self._wait_for_turn(me)
         triton_interpreter.interpreter_builder.set_grid_idx(*self.place[me])
 
     def _pass_on(self) -> None:
-        self.holder = self.random.choice(self.alive) if self.alive else None
-        self.changed.notify_all()
+        if self.alive:
+            self.turn[self.random.choice(self.alive)].release()
 
     def _wait_for_turn(self, me: threading.Thread) -> None:
-        while self.holder is not me:
-            self.changed.wait()
+        self.turn[me].acquire()
         if self.error is not None:
             raise SystemExit  # another program failed: stop all of them
 
@@ -131,8 +129,7 @@ class _Interleaving:
         def work() -> None:
             me = threading.current_thread()
             try:
-                with self.changed:
-                    self._wait_for_turn(me)
+                self._wait_for_turn(me)
                 while waiting:
                     self.place[me] = waiting.pop()
                     run_program(self.place[me])
@@ -141,17 +138,16 @@ class _Interleaving:
             except BaseException as error:
                 self.error = self.error or error
             finally:
-                with self.changed:
-                    self.alive.remove(me)
-                    self._pass_on()
+                self.alive.remove(me)
+                self._pass_on()
 
         self.alive = [threading.Thread(target=work, daemon=True) for _ in range(min(RESIDENT, len(programs)))]
         threads = list(self.alive)
+        self.turn = {thread: threading.Semaphore(0) for thread in threads}
         self.place = dict.fromkeys(threads, programs[0])
         for thread in threads:
             thread.start()
-        with self.changed:
-            self._pass_on()
+        self._pass_on()
         for thread in threads:
             thread.join()
         if self.error is not None:
@@ -228,6 +224,8 @@ def repaired(order: str = "sequential", seed: int = 0) -> Iterator[Scheduler]:
     """Repairs and program order for the kernels launched inside; the scheduler counts their launches by name."""
     scheduler = Scheduler(order, seed)
     launch = GridExecutor.__call__
+    get_numpy_type = triton_interpreter._get_np_dtype
+    numpy_types: dict[str, np.dtype] = {}
 
     def counted_launch(self: Any, *arguments: Any, **options: Any) -> None:
         kernel, self.fn = self.fn, _Reordered(self.fn, scheduler)
@@ -252,7 +250,14 @@ def repaired(order: str = "sequential", seed: int = 0) -> Iterator[Scheduler]:
 
         return access
 
+    def numpy_type(type_: Any) -> np.dtype:
+        name = type_.scalar.name
+        if name not in numpy_types:
+            numpy_types[name] = get_numpy_type(type_)
+        return numpy_types[name]
+
     replacements = [
+        (triton_interpreter, "_get_np_dtype", numpy_type),
         (InterpreterBuilder, "create_dot", _dot_with_rounding(InterpreterBuilder.create_dot)),
         (InterpreterBuilder, "cast_impl", _cast_with_rounding(InterpreterBuilder.cast_impl)),
         (GridExecutor, "__call__", counted_launch),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import pytest
 import torch
 import triton_support as support
@@ -134,30 +132,19 @@ def test_groups_at_tile_edges(groups: int) -> None:
 # Program order
 # ----------------------------------------------------------------------------------------------------------------------
 
-#: Every kind in two orders, and some in more.
-ORDERS = [
-    *((kind, order, 1) for kind in KINDS for order in ("shuffled", "interleaved")),
-    *((kind, "interleaved", seed) for kind in ("toom 3 taps", "direct", "depthwise") for seed in (2, 3)),
-]
-
-
-@lru_cache(maxsize=1)
-def in_sequence(kind: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    case, name = KINDS[kind]
-    return run([on_device(case)], [plan_named(case, name)], config=EDGES)
-
 
 @needs_interpreter
-@pytest.mark.parametrize(("kind", "order", "seed"), ORDERS)
-def test_program_order_changes_nothing(kind: str, order: str, seed: int) -> None:
-    """Not even a bit."""
+@pytest.mark.parametrize("kind", KINDS)
+def test_program_order_changes_nothing(kind: str) -> None:
+    """Not even a bit, be the programs one after the other or interleaved: every kind in two orders, some in more."""
     case, name = KINDS[kind]
     weight, plan = on_device(case), plan_named(case, name)
-    expected_losses, expected_grads = in_sequence(kind)
-    losses, grads = run([weight], [plan], config=EDGES, order=order, seed=seed)
-    assert torch.equal(losses, expected_losses)
-    assert torch.equal(grads[0], expected_grads[0])
-    assert max(errors(losses[0], grads[0], weight, case)) <= TOLERANCE
+    expected, expected_grads = run([weight], [plan], config=EDGES, order="shuffled", seed=1)
+    assert max(errors(expected[0], expected_grads[0], weight, case)) <= TOLERANCE
+    for seed in (1, 2, 3) if kind in ("toom 3 taps", "direct", "depthwise") else (1,):
+        losses, grads = run([weight], [plan], config=EDGES, order="interleaved", seed=seed)
+        assert torch.equal(losses, expected)
+        assert torch.equal(grads[0], expected_grads[0])
 
 
 # ----------------------------------------------------------------------------------------------------------------------
