@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,18 @@ def unwritable_caches() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def files(unwritable_caches: None, tmp_path_factory: pytest.TempPathFactory) -> Files:
+def quick_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """That what is built is fast is not the matter here."""
+    compiler = tmp_path_factory.mktemp("compiler") / "c++"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+    compiler.chmod(0o755)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CXX", str(compiler))
+        yield
+
+
+@pytest.fixture(scope="module")
+def files(unwritable_caches: None, quick_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Files:
     folder = tmp_path_factory.mktemp("dist")
     builder = make_venv(folder / "builder", "torch", "setuptools", "wheel", "ninja", "pybind11")
     sdist = dist.build_sdist(builder, folder / "files")
