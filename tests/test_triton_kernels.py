@@ -95,8 +95,8 @@ def test_every_shipped_configuration(precision: str, config: Config) -> None:
 def test_loss_alone_has_the_same_bits(kind: str) -> None:
     case, name = KINDS[kind]
     weight, plan = on_device(case), plan_named(case, name)
-    alone, grads = run([weight], [plan], with_grad=False)
-    assert grads == []
+    alone, (grad,) = run([weight], [plan], with_grad=False)
+    assert grad.numel() == 0
     assert torch.equal(alone, run([weight], [plan])[0])
 
 
@@ -136,13 +136,14 @@ def test_groups_at_tile_edges(groups: int) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("kind", KINDS)
 def test_program_order_changes_nothing(kind: str) -> None:
-    """Not even a bit, be the programs one after the other or interleaved: every kind in two orders, some in more."""
+    """Not even a bit: every kind in three orders, some in more."""
     case, name = KINDS[kind]
     weight, plan = on_device(case), plan_named(case, name)
-    expected, expected_grads = run([weight], [plan], config=EDGES, order="shuffled", seed=1)
+    expected, expected_grads = run([weight], [plan], config=EDGES)
     assert max(errors(expected[0], expected_grads[0], weight, case)) <= TOLERANCE
-    for seed in (1, 2, 3) if kind in ("toom 3 taps", "direct", "depthwise") else (1,):
-        losses, grads = run([weight], [plan], config=EDGES, order="interleaved", seed=seed)
+    seeds = (1, 2, 3) if kind in ("toom 3 taps", "direct", "depthwise") else (1,)
+    for order, seed in (("shuffled", 1), *(("interleaved", seed) for seed in seeds)):
+        losses, grads = run([weight], [plan], config=EDGES, order=order, seed=seed)
         assert torch.equal(losses, expected)
         assert torch.equal(grads[0], expected_grads[0])
 
