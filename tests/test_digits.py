@@ -1,6 +1,8 @@
-"""Training on real data: the spectrum of every regularised layer tightens and the network is as good as before."""
+"""Training on real data: the spectrum of every regularised layer tightens and the network gets no worse."""
 
 from __future__ import annotations
+
+from statistics import mean
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 
 pytest.importorskip("sklearn")
 
-from digits import Outcome, singular_values, table, train
+from digits import Outcome, Settings, singular_values, table, train
 
 
 @pytest.mark.parametrize(("rows", "channels", "stride"), [(3, 2, 1), (2, 3, 1), (4, 2, 2)])
@@ -25,18 +27,25 @@ def test_singular_values_are_those_of_the_matrix(rows: int, channels: int, strid
 
 @pytest.mark.slow
 def test_spectrum_tightens_and_accuracy_does_not_fall() -> None:
-    """The documented run with one seed and half the epochs; over five seeds the factor is at least 1.9."""
-    plain, regularised = (train(seed=0, weight=weight, epochs=8) for weight in (0.0, 0.01))
-    assert regularised.condition.keys() == {"down", "widen", "narrow"}
-    for name, condition in regularised.condition.items():
-        assert condition < plain.condition[name] / 1.8, name
-    assert plain.accuracy > 0.97
-    assert regularised.accuracy >= plain.accuracy
+    """The first folds of the documented run, where the least factor of all folds is 4.1."""
+    plain, regularised = (
+        [train(Settings(0.1, weight), seed=0, fold=fold) for fold in range(4)] for weight in (0.0, 0.01)
+    )
+    assert regularised[0].condition.keys() == {"down", "widen", "narrow"}
+    for fold, (before, after) in enumerate(zip(plain, regularised, strict=True)):
+        for name, condition in after.condition.items():
+            assert condition < before.condition[name] / 3.5, (fold, name)
+    accuracies = [mean(outcome.accuracy for outcome in outcomes) for outcomes in (plain, regularised)]
+    assert accuracies[0] > 0.9  # from 120 images
+    assert accuracies[1] >= accuracies[0]
 
 
 def test_table() -> None:
     plain = [Outcome(0.9, {"layer": 8.0}), Outcome(0.8, {"layer": 4.0})]
     regularised = [Outcome(0.9, {"layer": 2.0}), Outcome(0.9, {"layer": 2.0})]
-    printed = table({0.0: plain, 0.1: regularised})
-    assert "| layer: largest / smallest | 6.0 ± 2.8 | 2.00 ± 0.00 (at least 2.0x less) |" in printed
-    assert "| test accuracy, % | 85.00 ± 7.07 | 90.00 ± 0.00 |" in printed
+    printed = table({Settings(0.5, 0.0): plain, Settings(0.5, 0.1): regularised}, folds=1)
+    assert "| rate 0.5, plain | rate 0.5, lambda 0.1 |" in printed
+    assert "| layer: largest / smallest | 6.00 ± 2.83 | 2.00 ± 0.00 (at least 2.0x less) |" in printed
+    assert "| test accuracy, % | 85.00 | 90.00 |" in printed
+    assert "| difference to plain |  | +5.00 ± 5.00; 1 better, 0 worse |" in printed
+    assert "| seed 1 | 80.00 | 90.00 |" in printed
