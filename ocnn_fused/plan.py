@@ -33,7 +33,7 @@ MAX_TOOM_TAPS = 5
 # point 1:1, which is its own reciprocal, always comes first.
 _POINTS: dict[int, tuple[tuple[int, int], ...]] = {
     2: ((-5, 2),),
-    3: ((-3, 2), (4, 1)),
+    3: ((-3, 2), (6, 1)),
     4: ((-3, 2), (4, 1)),
     5: ((-6, 1), (-4, 3), (2, 1)),
 }

@@ -19,8 +19,9 @@ from .. import _extension
 from ..plan import Plan
 from .lowering import accumulation_dtype, batches, run_buckets
 from .precision import matmul_precision
+from .rounding import is_accurate
 from .triton.availability import missing_gpu
-from .triton.model import GPU_RATES, DeviceSpec, is_accurate, plan_seconds, spec_of
+from .triton.model import GPU_RATES, DeviceSpec, plan_seconds, spec_of
 
 #: Unlike Triton's, launches are not shared by all layers.
 RATES = replace(GPU_RATES, name="cuda", launch=4e-6)

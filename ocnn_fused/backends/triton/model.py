@@ -16,6 +16,7 @@ from math import prod
 import torch
 
 from ...plan import Plan, Rates
+from ..rounding import is_accurate
 from .config import MIX_SIZES, SHIPPED, SHIPPED_AMD, Config
 
 
@@ -162,7 +163,7 @@ def stages(plan: Plan, precision: str = "tf32", with_grad: bool = True, weight_b
     in_place = plan.is_flat
     per_tap = sum(plan.groups * plan.rows * plan.channels * b.planes * b.taps * b.residues for b in plan.blocks)
     linear = 0 if plan.is_diagonal else per_tap
-    gram, apply = _product_work(plan)
+    gram, apply = product_work(plan)
     work = []
     if not in_place:
         work.append(Stage("evaluate", 0, linear, weights * weight_bytes + planes * item))
@@ -181,18 +182,18 @@ def stages(plan: Plan, precision: str = "tf32", with_grad: bool = True, weight_b
 TILE_SIDE, TILE_DEPTH = 64, 32
 
 
-def _product_work(plan: Plan) -> tuple[int, int]:
+def product_work(plan: Plan, tile_side: int = TILE_SIDE, tile_depth: int = TILE_DEPTH) -> tuple[int, int]:
     """Multiply-adds of gram, of symmetric outputs only tiles on and above the diagonal, and of apply."""
     gram = apply = 0
-    across = -(-plan.work_rows // TILE_SIDE)
+    across = -(-plan.work_rows // tile_side)
     for block, _, _, out in plan.products:
         length = plan.rows if plan.side == "column" else plan.channels * plan.blocks[block].residues
-        steps = -(-length // TILE_DEPTH) * TILE_DEPTH * TILE_SIDE**2
+        steps = -(-length // tile_depth) * tile_depth * tile_side**2
         symmetric = plan.self_paired[out]
         gram += plan.groups * steps * (across * (across + 1) // 2 if symmetric else across**2)
-        side = -(-plan.work_rows // TILE_DEPTH) * TILE_DEPTH
-        along = -(-length // TILE_SIDE)
-        apply += plan.groups * side * across * along * TILE_SIDE**2 * (1 if symmetric else 2)
+        side = -(-plan.work_rows // tile_depth) * tile_depth
+        along = -(-length // tile_side)
+        apply += plan.groups * side * across * along * tile_side**2 * (1 if symmetric else 2)
     return gram, apply
 
 
@@ -210,31 +211,6 @@ def plan_seconds(plan: Plan, spec: DeviceSpec, precision: str, with_grad: bool =
     work = stages(plan, precision, with_grad)
     resident = max(stage.bytes for stage in work)
     return sum(stage_seconds(stage, spec, precision, resident) for stage in work)
-
-
-#: Error of the gradient with operands rounded to TF32 or bfloat16, in units of the direct plan's, by the taps of a
-#: class on one axis; axes multiply. Emulated for random weights with as many filters as channels.
-_AMPLIFICATION = {3: 1.6, 4: 1.4, 5: 1.8}
-#: How it grows with the ratio of the longer to the shorter side of the weight, where the longer one is summed over.
-_GROWTH = {"row": 0.1, "column": 0.3}
-#: Beyond this estimate single entries of the gradient are off by four times as much as the direct plan's.
-MAX_AMPLIFICATION = 3.3
-
-
-def amplification(plan: Plan) -> float:
-    """Estimated error of the gradient for rounded operands, in units of the direct plan's."""
-    if plan.is_diagonal:
-        return 1.0
-    wide = plan.channels * prod(axis.residues for axis in plan.axes)
-    summed = wide / plan.rows if plan.side == "row" else plan.rows / wide
-    return (
-        prod(_AMPLIFICATION.get(axis.class_taps(0), 1.0) for axis in plan.axes) * max(1, summed) ** _GROWTH[plan.side]
-    )
-
-
-def is_accurate(plan: Plan, precision: str) -> bool:
-    """Whether rounded operands leave the gradient within a few times the direct plan's error; a direct plan's do."""
-    return precision not in ("tf32", "bf16") or amplification(plan) <= MAX_AMPLIFICATION
 
 
 def refusal(plan: Plan, precision: str) -> str | None:
