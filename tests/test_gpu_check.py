@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,8 +14,8 @@ import pytest
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 
 CODE = """
+import re
 import gpu_check
-from collections import Counter
 from dataclasses import replace
 from types import SimpleNamespace
 from ocnn_fused.backends.triton.config import SHIPPED, SHIPPED_AMD, Config, single_config
@@ -28,16 +29,25 @@ gpu_check.TARGETS["sm_80"] = replace(target, matrix="UTCHMMA")
 print(gpu_check.check(good).problems)
 gpu_check.TARGETS["sm_80"] = target
 print(gpu_check.check(gpu_check.Job("gram", "ieee", Config(block=128, depth=16, warps=4), "sm_80")).problems)
-gpu_check._PRODUCT_LOOPS["gram"] = 3
-print(gpu_check.check(good).problems)
 
-# What the compiler for AMD would have to produce.
-gpu_check._PRODUCT_LOOPS["gram"] = 2
-amd = gpu_check.Job("gram", "ieee", SHIPPED_AMD["ieee"][0], "gfx942")
-for count in (8, 16, 48, 52, 56):  # eight make a step
-    outcome = gpu_check.Outcome(amd, 0.0, matrix=Counter({"v_mfma_f32_32x32x2_f32": count}))
-    gpu_check._check_matrix_instructions(outcome, None)
+# Loops that the compiler has taken apart: a step too few, a work item too many, an instruction less than in the IR.
+for target, precision, shipped in (("sm_100", "tf32", SHIPPED), ("gfx942", "ieee", SHIPPED_AMD)):
+    job = gpu_check.Job("gram", precision, shipped[precision][0], target)
+    compiled = gpu_check.compile_job(job)
+    outcome = gpu_check.check(job)
     print(outcome.problems)
+    module = compiled.asm["llir"]
+    wrong = [
+        re.sub(r"i1 %\\w+\\) #", "i1 false) #", module)  # predicates of the matrix instructions, first of all
+        if target == "sm_100"
+        else re.sub(r"(icmp sgt i64 %\\w+), 0", r"\\1, 16", module),  # whether there is a first step
+        re.sub(r"(\\n[^\\n]*(?:tcgen05.mma|call[^\\n]*mfma)[^\\n]*)", "", module, count=1),
+    ]
+    for text in wrong:
+        again = gpu_check.Outcome(job, 0.0, matrix=outcome.matrix)
+        gpu_check._check_matrix_instructions(again, text)
+        print(again.problems)
+amd = gpu_check.Job("gram", "ieee", SHIPPED_AMD["ieee"][0], "gfx942")
 text = ".vgpr_count: 64\\n.private_segment_fixed_size: 0\\n.vgpr_spill_count: 1\\n.sgpr_spill_count: 2\\n"
 outcome = gpu_check.Outcome(amd, 0.0)
 gpu_check._read_amd(outcome, SimpleNamespace(asm={"amdgcn": text}), gpu_check.TARGETS["gfx942"])
@@ -57,14 +67,15 @@ def test_planted_mistakes_are_seen() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS), str(TOOLS.parent)])}
     result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr
-    right, shared, no_matrix, spilled, too_few, *amd, spills, does_not_fit = result.stdout.splitlines()
+    right, shared, no_matrix, spilled, *taken_apart, spills, does_not_fit = result.stdout.splitlines()
     assert right == "[]"
     assert "bytes of stack" in spilled
     assert "local accesses" in spilled
     assert shared.endswith("bytes of shared memory, limit 1024']")
     assert no_matrix == "['no matrix instruction']"
-    assert too_few == "['matrix instructions of 2 tile steps, expected 3']"
-    wrong = "['matrix instructions of {} tile steps, expected 2 to 6']"
-    assert amd == [wrong.format(1), "[]", "[]", wrong.format(6.5), wrong.format(7)]
+    for as_compiled, step_missing, instruction_missing in (taken_apart[:3], taken_apart[3:]):
+        assert as_compiled == "[]"
+        assert re.fullmatch(r"\['\d+ multiply-adds are executed, the plans have \d+'\]", step_missing)
+        assert re.match(r"\['\d+ matrix instructions, but \d+ in LLVM IR', '\d+ multiply-adds", instruction_missing)
     assert spills == "1 2"
     assert does_not_fit == "['not one program fits on a multiprocessor']"

@@ -4,9 +4,10 @@
     python tools/gpu_check.py --targets sm_90 gfx942      some
 
 For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, the matrix
-instruction where the precision promises one, and as many of them as the tile needs multiply-adds. Exits non-zero if
-anything is wrong. Nothing is executed: this shows what the GPU would run, not how fast. Takes about five minutes on two
-cores.
+instruction where the precision promises one, and as many of them as the plan has multiply-adds: the machine code has
+the same matrix instructions as the compiler's last LLVM IR, and the control flow of that is executed for all work items
+of sample plans. Exits non-zero if anything is wrong. This shows what the GPU would run, not how fast. Takes about five
+minutes on two cores.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
+from functools import cache
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,8 +32,10 @@ os.environ.pop("TRITON_INTERPRET", None)  # compiled, not interpreted
 os.environ.setdefault("TRITON_CACHE_DIR", tempfile.mkdtemp(prefix="gpu_check_"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 import triton
 import triton.language as tl
+from control_flow import ControlFlow, Memory, Thread
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -52,6 +56,9 @@ from ocnn_fused.backends.triton.cooperative import (
     programs_per_multiprocessor,
     tensor_columns,
 )
+from ocnn_fused.backends.triton.model import product_work
+from ocnn_fused.backends.triton.tables import STAGES, Layout, Tables, build_tables
+from ocnn_fused.plan import Plan, make_plan, reduce_axis
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -63,11 +70,14 @@ class Target:
     name: str
     shared_bytes: int
     matrix: str  # regular expression
-    copies: int = 1  # of a loop's body that the compiler may make, by taking the first and last iterations out of it
 
     @property
     def is_nvidia(self) -> bool:
         return self.name.startswith("sm_")
+
+    @property
+    def warp(self) -> int:
+        return 32 if self.is_nvidia else 64
 
     @property
     def capability(self) -> tuple[int, int]:
@@ -76,8 +86,8 @@ class Target:
     @property
     def triton(self) -> GPUTarget:
         if self.is_nvidia:
-            return GPUTarget("cuda", int(self.name[3:]), 32)
-        return GPUTarget("hip", self.name, 64)
+            return GPUTarget("cuda", int(self.name[3:]), self.warp)
+        return GPUTarget("hip", self.name, self.warp)
 
 
 TARGETS = {
@@ -87,10 +97,10 @@ TARGETS = {
         Target("sm_86", 99 << 10, r"HMMA"),
         Target("sm_89", 99 << 10, r"HMMA"),
         Target("sm_90", 227 << 10, r"HGMMA|HMMA"),
-        Target("sm_100", 227 << 10, r"UTC\w*MMA", copies=2),
+        Target("sm_100", 227 << 10, r"UTC\w*MMA"),
         Target("sm_120", 99 << 10, r"HMMA"),
-        Target("gfx90a", 64 << 10, r"v_mfma\w+", copies=3),
-        Target("gfx942", 64 << 10, r"v_mfma\w+", copies=3),
+        Target("gfx90a", 64 << 10, r"v_mfma\w+"),
+        Target("gfx942", 64 << 10, r"v_mfma\w+"),
     )
 }
 
@@ -158,7 +168,7 @@ class Outcome:
     tensor_columns: int = 0
     programs: int = 0  # of the single kernel that fit on one multiprocessor
     matrix: Counter[str] = field(default_factory=Counter)
-    steps: float = 0.0  # tile steps that the matrix instructions add up to
+    multiply_adds: int = 0  # executed by matrix instructions for the sample plans
     wide_loads: int = 0
     problems: list[str] = field(default_factory=list)
 
@@ -224,43 +234,107 @@ def check(job: Job) -> Outcome:
     if outcome.shared > target.shared_bytes:
         outcome.problems.append(f"{outcome.shared} bytes of shared memory, limit {target.shared_bytes}")
     if job.wants_matrix_instructions:
-        _check_matrix_instructions(outcome, compiled)
+        _check_matrix_instructions(outcome, compiled.asm["llir"])
     return outcome
 
 
-#: Loops over products in the source of each kernel: gram has two operand orders, apply three, and single all of them.
-_PRODUCT_LOOPS = {"gram": 2, "apply": 3, "single": 5}
+#: Shapes and plans with every loop over products, for one step, a few, and the last one of them not full.
+_SAMPLES = (
+    ((70, 40, 3, 3), "toom/row"),
+    ((72, 8, 3), "toom/column"),
+    ((16, 16, 3), "direct/row"),
+    ((136, 72), "gram/column"),
+    ((24, 100), "gram/row"),
+)
 
 
-def _multiply_adds(instruction: str, job: Job, compiled: triton.compiler.CompiledKernel) -> int:
-    """Of a whole program, if each of its warps (or waves) meets the instruction once; zero for an unknown name."""
-    if match := re.match(r"(?:HMMA\.(16)(8)(8|16)\b|v_mfma_f32_(\d+)x(\d+)x(\d+))", instruction):
-        return job.warps * prod(int(side) for side in match.groups() if side)
-    if match := re.match(r"HGMMA\.(\d+)x(\d+)x(\d+)", instruction):  # of a group of four warps
-        return job.warps * prod(map(int, match.groups())) // 4
-    if instruction.startswith("UTCHMMA"):  # of all warps; its shape is in a descriptor, its depth 32 bytes
-        sides = re.search(r"tensor_memory_encoding<blockM = (\d+), blockN = (\d+)", compiled.asm["ttgir"])
-        return prod(map(int, sides.groups())) * (16 if job.precision == "bf16" else 8) if sides else 0
-    return 0
+@cache
+def _sample(precision: str, config: Config) -> tuple[list[Plan], list[torch.Tensor], Tables]:
+    """Plans, their weights and tables."""
+    plans = []
+    for (rows, channels, *kernel), name in _SAMPLES:
+        best = make_plan(rows, channels, tuple(map(reduce_axis, kernel)), side=name.partition("/")[2])
+        plans.append(next(plan for plan in (best, *best.alternatives) if plan.name == name))
+    weights = [torch.empty(shape) for shape, _ in _SAMPLES]
+    plane = torch.bfloat16 if precision == "bf16" else torch.float32
+    wanted = [True] * len(plans)
+    tables = build_tables([Layout.of(weight) for weight in weights], plans, wanted, plane, config, torch.device("cpu"))
+    return plans, weights, tables
 
 
-def _check_matrix_instructions(outcome: Outcome, compiled: triton.compiler.CompiledKernel) -> None:
-    """One step of a tile is ``block * block * depth`` multiply-adds: the instructions must add up to whole steps.
+def _matrix_call(line: str) -> str | None:
+    """Name and shape of a matrix instruction in LLVM IR."""
+    if match := re.search(
+        r"(mma\.sync|wgmma)\S*\.m(\d+)n(\d+)k(\d+)|@llvm\.amdgcn\.(mfma)\.f32\.(\d+)x(\d+)x(\d+)", line
+    ):
+        name, *sides = filter(None, match.groups())
+        return f"{name} {'x'.join(sides)}"
+    if match := re.search(r"tcgen05\.mma\S*kind::(tf32|f16) .* i32 (\d+), i1 \S+, i1 \S+\)", line):
+        depth, descriptor = 8 if match[1] == "tf32" else 16, int(match[2])
+        return f"tcgen05 {(descriptor >> 24 & 31) * 16}x{(descriptor >> 17 & 63) * 8}x{depth}"
+    return None
 
-    As many as the source has loops, where the compiler keeps a loop in one piece; up to twice or three times as many
-    where it takes the first iteration out of a loop, or the last one too. A step for every ``depth`` of the
-    contraction and every tile is how the plan's padded work is counted.
+
+def _multiply_adds(call: str) -> int:
+    """Of each warp that executes it; four of them share one of Hopper's. Blackwell's is issued by one for all."""
+    name, shape = call.split()
+    return prod(map(int, shape.split("x"))) // (4 if name == "wgmma" else 1)
+
+
+def _shape(instruction: str) -> str | None:
+    """Of a matrix instruction in machine code; Blackwell's is in a descriptor."""
+    match = re.match(r"(?:HMMA\.(16)(8)(8|16)\b|HGMMA\.(\d+)x(\d+)x(\d+)|v_mfma_f32_(\d+)x(\d+)x(\d+))", instruction)
+    return "x".join(filter(None, match.groups())) if match else None
+
+
+def _check_matrix_instructions(outcome: Outcome, module: str) -> None:
+    """The instructions are those of the IR, and execute as many multiply-adds as the plans are counted with.
+
+    However the compiler has taken its loops apart. Each program runs once per warp, as the first thread of it.
     """
     job = outcome.job
     if not outcome.matrix:
         outcome.problems.append("no matrix instruction")
         return
-    step = job.config.block**2 * job.config.depth * (3 if job.precision == "tf32x3" else 1)
-    outcome.steps = sum(count * _multiply_adds(name, job, compiled) for name, count in outcome.matrix.items()) / step
-    loops, copies = _PRODUCT_LOOPS[job.kernel], TARGETS[job.target].copies
-    if outcome.steps != int(outcome.steps) or not loops <= outcome.steps <= copies * loops:
-        expected = f"{loops}" if copies == 1 else f"{loops} to {copies * loops}"
-        outcome.problems.append(f"matrix instructions of {outcome.steps:g} tile steps, expected {expected}")
+    flow = ControlFlow(module, _matrix_call)
+    if flow.static.total() != outcome.matrix.total():
+        outcome.problems.append(f"{outcome.matrix.total()} matrix instructions, but {flow.static.total()} in LLVM IR")
+    shapes = {_shape(name) for name in outcome.matrix} - {None}
+    if shapes and shapes != {call.split()[1] for call in flow.static}:
+        outcome.problems.append(f"matrix instructions {set(outcome.matrix)}, but {set(flow.static)} in LLVM IR")
+    plans, weights, tables = _sample(job.precision, job.config)
+    work = [product_work(plan, job.config.block, job.config.depth) for plan in plans]
+    stages = {"gram": (0,), "apply": (1,), "single": (0, 1)}[job.kernel]
+    expected = sum(of_plan[stage] for of_plan in work for stage in stages) * (3 if job.precision == "tf32x3" else 1)
+    outcome.multiply_adds = _executed(flow, job, weights, tables)
+    if outcome.multiply_adds != expected:
+        outcome.problems.append(f"{outcome.multiply_adds} multiply-adds are executed, the plans have {expected}")
+
+
+def _executed(flow: ControlFlow, job: Job, weights: list[torch.Tensor], tables: Tables) -> int:
+    """Multiply-adds of all programs of the sample plans' launch."""
+    addresses = torch.tensor([weight.data_ptr() for weight in weights])
+    memory = Memory((tables.table, tables.constants, tables.tiles, addresses))
+    begin, end = tables.stage(job.kernel) if job.kernel != "single" else (0, 1)  # one program does all stages
+    values = {
+        "table": tables.table.data_ptr(),
+        "constants": tables.constants.data_ptr(),
+        "tiles": tables.tiles[begin:].data_ptr(),
+        "weights": addresses.data_ptr(),
+        "with_grad": 1,
+        "loss_rows": tables.loss_rows,
+        "count": tables.count,
+        **{f"{stage}_end": last for stage, last in zip(STAGES, tables.ends, strict=True)},
+    }
+    # Those that no branch depends on are left at zero, like the compiler's own at the end.
+    arguments = [values.get(name, 0) for name in job.function.arg_names if name not in job.constants]
+    arguments += [0] * (len(flow.parameters) - len(arguments))
+    executed: Counter[str] = Counter()
+    for program in range(end - begin):
+        for warp in range(job.warps):
+            thread = Thread(memory, program, end - begin, warp * TARGETS[job.target].warp)
+            executed += flow.run(arguments, thread)
+    return sum(count * _multiply_adds(call) for call, count in executed.items())
 
 
 _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.x]+)")
@@ -304,8 +378,8 @@ def row(outcome: Outcome) -> str:
     return (
         f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
         f"| {outcome.stack} | {outcome.spills} | {outcome.scalar_spills} | {outcome.shared} "
-        f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {matrix} | {outcome.steps:g} "
-        f"| {outcome.wide_loads} | {outcome.seconds:.1f} | {'; '.join(outcome.problems) or 'ok'} |"
+        f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {matrix} "
+        f"| {outcome.multiply_adds or '-'} | {outcome.wide_loads} | {outcome.seconds:.1f} | {'; '.join(outcome.problems) or 'ok'} |"
     )
 
 
@@ -323,10 +397,14 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown, one row per kernel, configuration and target."""
     lines = [
-        f"Compiled with triton {triton.__version__}; nothing was executed.",
+        f"Compiled with triton {triton.__version__}; none of the machine code was executed.",
+        "",
+        "- Spills: local loads and stores on NVIDIA, vector registers in memory on AMD. Scalar spills: AMD's scalar "
+        "registers kept in lanes of vector registers (`v_writelane`, `v_readlane`), which touches no memory.",
+        "- Multiply-adds: executed by matrix instructions for sample plans, equal to what the plans are counted with.",
         "",
         "| target | kernel | precision | tile | warps | registers | stack | spills | scalar spills "
-        "| shared | tensor columns | programs | matrix instructions | tile steps | 16-byte loads | seconds | |",
+        "| shared | tensor columns | programs | matrix instructions | multiply-adds | 16-byte loads | seconds | |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += map(row, outcomes)
