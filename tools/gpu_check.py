@@ -379,7 +379,8 @@ def row(outcome: Outcome) -> str:
         f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
         f"| {outcome.stack} | {outcome.spills} | {outcome.scalar_spills} | {outcome.shared} "
         f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {matrix} "
-        f"| {outcome.multiply_adds or '-'} | {outcome.wide_loads} | {outcome.seconds:.1f} | {'; '.join(outcome.problems) or 'ok'} |"
+        f"| {outcome.multiply_adds or '-'} | {outcome.wide_loads} | {outcome.seconds:.1f} "
+        f"| {'; '.join(outcome.problems) or 'ok'} |"
     )
 
 
