@@ -206,6 +206,8 @@ CUDA_HOST_UNCHECKED inline void prepare(Thread& thread, unsigned index, Block* b
   thread.context.uc_stack.ss_size = kStackBytes;
   thread.context.uc_link = nullptr;
   makecontext(&thread.context, run_thread, 0);
+  // Else AddressSanitizer clears its record of the whole stack at every switch, of which it is told anyway.
+  thread.context.uc_stack = {};
 }
 
 CUDA_HOST_UNCHECKED inline void start(Block& block, unsigned index, unsigned threads, unsigned char* shared) {
