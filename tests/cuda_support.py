@@ -55,13 +55,13 @@ def half_headers() -> Path | None:
     return next((folder for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
 
 
-def compile_host(folder: Path, build: str, kernels: Path = KERNELS, with_half: bool = False) -> Path:
+def compile_host(folder: Path, build: str, kernels: Path = KERNELS, float_only: bool = False) -> Path:
     """The program run_cases, in one of the ways of BUILDS, for the kernels in a given file called kernels.cuh.
 
-    Half precision doubles what is to be compiled, and is left out where there are no headers for it.
+    Every further type takes as long to compile; half precision is left out where there are no headers for it.
     """
     program = folder / f"run_cases_{build}"
-    headers = half_headers() if with_half else None
+    headers = None if float_only else half_headers()
     subprocess.run(
         [
             os.environ.get("CXX", "g++"),
@@ -73,6 +73,7 @@ def compile_host(folder: Path, build: str, kernels: Path = KERNELS, with_half: b
             f"-I{kernels.parent}",
             f"-I{kernels.parent.parent}",
             *([f"-isystem{headers}"] if headers else []),
+            *(["-DFLOAT_ONLY"] if float_only else []),
             str(HOST / "run_cases.cpp"),
             "-o",
             str(program),

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Program:
 
     def get(build: str) -> Path:
         if build not in built:
-            built[build] = compile_host(folder, build, with_half=True)
+            built[build] = compile_host(folder, build)
         return built[build]
 
     return get
@@ -190,7 +191,8 @@ def test_planted_bugs_are_found(name: str, tmp_path: Path) -> None:
     shutil.copytree(KERNELS.parent.parent, folder, ignore=shutil.ignore_patterns("cpu"))
     kernels = folder / "cuda" / KERNELS.name
     kernels.write_text(source.replace(bug.code, bug.mistake))
-    process, _ = execute(compile_host(tmp_path, bug.build, kernels), CHECKED[:2], tmp_path / "run")
+    program = compile_host(tmp_path, bug.build, kernels, float_only=True)
+    process, _ = execute(program, [replace(run, dtype=torch.float32) for run in CHECKED[:2]], tmp_path / "run")
     assert process.returncode != 0
     assert re.search(bug.report, process.stderr), process.stderr[:5000]
 

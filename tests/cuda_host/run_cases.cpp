@@ -321,6 +321,7 @@ int main(int argc, char** argv) {
       case 0:
         run<float, float>(input, output);
         break;
+#if !defined(FLOAT_ONLY)
       case 1:
         run<double, double>(input, output);
         break;
@@ -331,6 +332,7 @@ int main(int argc, char** argv) {
       case 3:
         run<__nv_bfloat16, float>(input, output);
         break;
+#endif
 #endif
       default:
         std::fprintf(stderr, "a dtype that this program was not compiled for\n");
