@@ -2,26 +2,70 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
+#: Executes one piece of code after the other, each in a fork, and prints how it ended.
+FORKS = """
+import json, os, signal, sys
+import torch
+for line in sys.stdin:
+    code, environment, folder = json.loads(line)
+    if child := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    signal.alarm(600)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(os.open(f"{folder}/{stream.fileno()}", os.O_WRONLY | os.O_CREAT), stream.fileno())
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(environment["PWD"])
+    exec(code, {"__name__": "__main__"})
+    break
+"""
+
+
+def without_settings() -> dict[str, str]:
+    """The environment without the settings of whoever runs the tests."""
+    settings = ("OCNN_FUSED_", "CUDA_", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH")
+    return {name: value for name, value in os.environ.items() if not name.startswith(settings)}
+
+
+@contextmanager
+def torch_imported(python: Path | str) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    """Runs code as ``run(python, "-c", code, ...)`` does, but imports torch once for all of it: that takes longest."""
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([str(python), "-c", FORKS], env=without_settings(), text=True, **pipes) as forks:
+
+        def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+            environment = {**without_settings(), "PWD": os.getcwd(), **environment}
+            with TemporaryDirectory() as folder:
+                print(json.dumps([code, environment, folder]), file=forks.stdin, flush=True)
+                ended = int(forks.stdout.readline())
+                output, errors = (Path(folder, number).read_text() for number in "12")
+            return subprocess.CompletedProcess(code, ended, output, errors)
+
+        yield run_code
+
+
 def run(*command: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """The finished process, with its output as text; started in PWD, without the settings of whoever runs the tests."""
-    settings = ("OCNN_FUSED_", "CUDA_", "TORCH_CUDA_ARCH_LIST", "PYTHONPATH")
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
     return subprocess.run(
         [str(part) for part in command],
-        env={**inherited, **environment},
+        env={**without_settings(), **environment},
         cwd=environment.get("PWD"),
         capture_output=True,
         text=True,

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import CompletedProcess
 from types import ModuleType
 
 import cuda_toolkit
 import pytest
 import setuptools
 import torch
-from clean_venv import copy_sources, make_venv, run
+from clean_venv import copy_sources, make_venv, torch_imported
 from cuda_toolkit import Toolkit, Unavailable
 
 import ocnn_fused
@@ -289,16 +291,24 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_sources(tmp_path_factory.mktemp("sources") / "ocnn-fused")
 
 
+#: As ``python setup.py --version``.
+SETUP = """
+import runpy, sys
+sys.argv = ["setup.py", "--version"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+
 @dataclass(frozen=True)
 class Environment:
     """A Python with torch, and the sources to build with it."""
 
-    python: Path
+    run: Callable[..., CompletedProcess[str]]
     sources: Path
 
     def setup(self, **environment: str) -> tuple[bool, str]:
         """Whether setup.py is content, and what it says; it decides before it compiles, and nothing is compiled."""
-        done = run(self.python, "setup.py", "--version", PWD=str(self.sources), **environment)
+        done = self.run(SETUP, PWD=str(self.sources), **environment)
         output = done.stdout + done.stderr
         assert "Traceback" not in output, output
         assert done.returncode != 0 or ocnn_fused.__version__ in output.splitlines()
@@ -306,10 +316,11 @@ class Environment:
 
 
 @pytest.fixture(scope="module")
-def cpu_torch(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def cpu_torch(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     if torch.version.cuda is not None:
         pytest.skip("torch is a CUDA build here")
-    return Environment(make_venv(tmp_path_factory.mktemp("cpu") / "venv", "torch", "setuptools"), sources)
+    with torch_imported(make_venv(tmp_path_factory.mktemp("cpu") / "venv", "torch", "setuptools")) as run:
+        yield Environment(run, sources)
 
 
 @pytest.mark.slow
@@ -362,18 +373,20 @@ def fake_torch(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module", params=["fake", pytest.param("real", marks=pytest.mark.slow)])
-def cuda_torch(request: pytest.FixtureRequest, sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def cuda_torch(
+    request: pytest.FixtureRequest, sources: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Environment]:
     if request.param == "fake":
-        return Environment(fake_torch(tmp_path_factory.mktemp("cuda") / "venv"), sources)
-    given = os.environ.get("OCNN_FUSED_TEST_CUDA_PYTHON")
-    if not given:
+        python = fake_torch(tmp_path_factory.mktemp("cuda") / "venv")
+    elif not (python := os.environ.get("OCNN_FUSED_TEST_CUDA_PYTHON")):
         pytest.skip("OCNN_FUSED_TEST_CUDA_PYTHON names no Python with a CUDA build of torch")
-    return Environment(Path(given), sources)
+    with torch_imported(python) as run:
+        yield Environment(run, sources)
 
 
 @pytest.fixture(scope="module")
 def versions(cuda_torch: Environment) -> Versions:
-    done = run(cuda_torch.python, "-c", "import torch; print(torch.__version__, torch.version.cuda)")
+    done = cuda_torch.run("import torch; print(torch.__version__, torch.version.cuda)")
     version, cuda = done.stdout.split()
     return version, cuda_toolkit.parse(cuda)
 

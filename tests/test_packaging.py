@@ -9,11 +9,13 @@ import re
 import shutil
 import sys
 import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 import torch
-from clean_venv import copy_sources, make_venv, run
+from clean_venv import copy_sources, make_venv, run, torch_imported
 
 import ocnn_fused
 from ocnn_fused import _extension
@@ -76,10 +78,18 @@ def copy(tmp_path: Path) -> Path:
     return copy_sources(tmp_path / "copy")
 
 
+@pytest.fixture(scope="module")
+def run_code() -> Iterator[Callable[..., CompletedProcess[str]]]:
+    with torch_imported(sys.executable) as run_code:
+        yield run_code
+
+
 @pytest.mark.parametrize("block", BLOCKS)
-def test_works_without_the_extension_and_says_so_once(block: str) -> None:
+def test_works_without_the_extension_and_says_so_once(
+    block: str, run_code: Callable[..., CompletedProcess[str]]
+) -> None:
     code, reason = BLOCKS[block]
-    done = run(sys.executable, "-c", FALLBACK.format(block=code), PWD=str(Path(ocnn_fused.__file__).parents[1]))
+    done = run_code(FALLBACK.format(block=code), PWD=str(Path(ocnn_fused.__file__).parents[1]))
     assert done.returncode == 0, done.stderr
     warnings = [line for line in done.stdout.splitlines() if line.startswith("WARNING")]
     assert len(warnings) == 1, done.stdout
@@ -102,7 +112,7 @@ FOREIGN_BUILDS = {
 
 
 @pytest.mark.parametrize("build", FOREIGN_BUILDS)
-def test_built_for_something_else(build: str, tmp_path: Path) -> None:
+def test_built_for_something_else(build: str, run_code: Callable[..., CompletedProcess[str]], tmp_path: Path) -> None:
     facts, expected = FOREIGN_BUILDS[build]
     package = tmp_path / "ocnn_fused"
     shutil.copytree(Path(ocnn_fused.__file__).parent, package, ignore=shutil.ignore_patterns("_C.*", "__pycache__"))
@@ -112,7 +122,7 @@ def test_built_for_something_else(build: str, tmp_path: Path) -> None:
     module.write_bytes(b"not a library")
     # Another Python does not see the module at all, because of its name.
     block = BLOCKS["not built"][0] if build == "another Python" else ""
-    done = run(sys.executable, "-c", FALLBACK.format(block=block), PWD=str(tmp_path))
+    done = run_code(FALLBACK.format(block=block), PWD=str(tmp_path))
     assert done.returncode == 0, done.stderr
     (warning,) = (line for line in done.stdout.splitlines() if line.startswith("WARNING"))
     found = _extension.torch_and_cuda(torch.__version__, torch.version.cuda).removeprefix("torch ")
