@@ -124,7 +124,7 @@ def _differentiable_grads(
 if _extension.module is not None:
     _extension.module.set_differentiable_grads(_differentiable_grads)
 
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def _are_plain(weights: Sequence[Tensor]) -> bool:
@@ -133,7 +133,7 @@ def _are_plain(weights: Sequence[Tensor]) -> bool:
     The dispatcher's way through Python costs as much as a small layer; plain tensors go without it.
     """
     for weight in weights:
-        if type(weight) not in _PLAIN_TYPES:
+        if type(weight) not in PLAIN_TYPES:
             return False
     device_type = weights[0].device.type
     return (

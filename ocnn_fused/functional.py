@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .autograd import orth_losses
+from .autograd import PLAIN_TYPES, orth_losses
 from .backends import BACKENDS, encode
 from .backends.triton.config import LAUNCHES, PRECISIONS
 from .plan import reduce_axis
@@ -186,9 +186,9 @@ _known: dict[tuple[Any, ...], Geometry] = {}
 def _geometry_of_one(
     weight: Any, numbers: tuple[Any, Any, Any, Any], side: str, backend: Any, precision: Any, launch: Any
 ) -> Geometry:
-    """Checks are as slow as a small layer, so the same ones are not repeated; ``numbers``: stride to padding."""
+    """Looks up arguments that were found good before, which is quicker than checks; ``numbers``: stride to padding."""
     key = None
-    if isinstance(weight, Tensor) and not torch.compiler.is_compiling():
+    if type(weight) in PLAIN_TYPES and not torch.compiler.is_compiling():  # others may have symbolic shapes
         # As text, because True == 1 == 1.0, and a list has no hash.
         key = (weight.shape, weight.dtype, weight.layout, repr(numbers), side, backend, precision, launch)
         if key in _known:

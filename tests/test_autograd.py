@@ -14,6 +14,7 @@ import torch.utils.checkpoint
 from conftest import BACKENDS, TOLERANCES, assert_matches_definition, fused
 from oracle import Case, dirac, from_numpy, loss_and_grad
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach, reference
@@ -403,6 +404,13 @@ def test_compile_dynamic(backend: str) -> None:
     weights = [Case(shape).random() for shape in ((6, 4, 3, 5), (9, 5, 4, 4), (12, 7, 2, 3), (40, 3, 7, 7))]
     compiled_agrees(function, weights, backend=counter, dynamic=True)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_make_fx(mode: str) -> None:
+    weight = torch.randn(4, 3, 3, 3)
+    traced = make_fx(lambda weight: fused_orth_loss(weight), tracing_mode=mode)(weight)
+    torch.testing.assert_close(traced(weight), fused_orth_loss(weight))
 
 
 def test_compile_inductor() -> None:

@@ -167,3 +167,12 @@ def test_overflow_is_infinite(backend: str) -> None:
     """As PyTorch's own sums of squares: no error, no wrap-around."""
     for dtype in (torch.float32, torch.bfloat16):
         assert fused_orth_loss((WEIGHT * 1e15).to(dtype), backend=backend) == float("inf")
+
+
+@pytest.mark.parametrize("stride", [True, (True, True), 1.0, (1.0, 1.0)], ids=str)
+def test_bad_arguments_that_equal_good_ones(stride: object) -> None:
+    """Arguments found good are remembered; these only compare equal to them."""
+    weight = torch.randn(4, 3, 3, 3)
+    assert fused_orth_loss(weight, 1) == fused_orth_loss(weight, (1, 1)) == fused_orth_loss(weight, [1, 1])
+    with pytest.raises(TypeError, match="stride must be a positive int"):
+        fused_orth_loss(weight, stride)  # type: ignore[arg-type]
