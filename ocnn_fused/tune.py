@@ -132,7 +132,9 @@ def tune(
             best = seconds, config
     if best is None:
         raise RuntimeError("no candidate configuration could be run")
-    _remember(_key(device, chosen, tuple(choose_plan(plan, spec, chosen) for plan in plans)), best[1])
+    of_call = zip(weights, plans, strict=True)
+    launched = tuple(choose_plan(plan, spec, chosen, weight.dtype) for weight, plan in of_call)
+    _remember(_key(device, chosen, launched), best[1])
     return best[1]
 
 

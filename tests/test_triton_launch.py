@@ -364,8 +364,8 @@ def test_single_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) 
     weights, plans = [on_device(case)], [plan_named(case, "gram/row")]
     with execution() as scheduler:
         with pytest.raises(RuntimeError, match="cooperative"):
-            backend.run(weights, plans, True, launch="single")
-        backend.run(weights, plans, True, launch="auto")
+            backend.run(weights, plans, [True] * len(plans), launch="single")
+        backend.run(weights, plans, [True] * len(plans), launch="auto")
     assert "single_kernel" not in scheduler.launches
 
 
@@ -396,9 +396,8 @@ def test_run(launch_mode: str, precision: str, tolerance: float) -> None:
     skip_if_impossible(launch_mode)
     weights = [on_device(case) for case, _ in LAYERS]
     with execution():
-        losses, grads = backend.run(
-            weights, [plan_named(*layer) for layer in LAYERS], True, precision=precision, launch=launch_mode
-        )
+        plans = [candidates(case)[0] for case, _ in LAYERS]
+        losses, grads = backend.run(weights, plans, [True] * len(plans), precision=precision, launch=launch_mode)
     for loss, grad, weight, (case, _) in zip(losses, grads, weights, LAYERS, strict=True):
         assert max(errors(loss.cpu(), grad.cpu(), weight, case)) <= tolerance
 
@@ -434,9 +433,9 @@ def test_bad_options_are_named() -> None:
     case = Case((8, 16))
     weights, plans = [on_device(case)], [plan_named(case, "gram/row")]
     with pytest.raises(ValueError, match="launch must be one of"):
-        backend.run(weights, plans, True, launch="twice")
+        backend.run(weights, plans, [True] * len(plans), launch="twice")
     with pytest.raises(ValueError, match="precision must be None or one of"):
-        backend.run(weights, plans, True, precision="fp8")
+        backend.run(weights, plans, [True] * len(plans), precision="fp8")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -137,6 +137,19 @@ def test_amplification_is_what_emulation_finds(case: Case, name: str) -> None:
     assert max(ratios) == pytest.approx(amplification(plan), rel=0.2)
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_weights_that_need_no_rounding_are_not_evaluated(precision: str, dtype: torch.dtype) -> None:
+    """A direct plan takes them as they are; the planes of another would be rounded."""
+    case = Case((16, 16, 3, 3))
+    exact = {"tf32": (torch.float16, torch.bfloat16), "bf16": (torch.bfloat16,)}.get(precision, ())
+    assert (refusal(plan_named(case, "toom/row"), precision, dtype) is not None) == (dtype in exact)
+    if dtype in exact:
+        weight = case.orthogonal().to(dtype).cpu()
+        unused = error_ratios(weight, case, [plan_named(case, "toom/row")], precision)[0]
+        assert unused.rms > 100
+
+
 def test_common_shapes_keep_their_fast_plans() -> None:
     for shape, stride in [((128, 128, 3, 3), 1), ((512, 512, 3, 3), 1), ((256, 128, 3, 3), 2), ((64, 3, 7, 7), 2)]:
         plan = choose_plan(candidates(Case(shape, stride))[0], SPECS["A100"], "tf32")

@@ -234,7 +234,10 @@ def check(job: Job) -> Outcome:
     if outcome.shared > target.shared_bytes:
         outcome.problems.append(f"{outcome.shared} bytes of shared memory, limit {target.shared_bytes}")
     if job.wants_matrix_instructions:
-        _check_matrix_instructions(outcome, compiled.asm["llir"])
+        try:
+            _check_matrix_instructions(outcome, compiled.asm["llir"])
+        except Exception as error:
+            outcome.problems.append(f"control flow not understood: {str(error)[:200]}")
     return outcome
 
 

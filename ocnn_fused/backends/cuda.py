@@ -100,7 +100,8 @@ def launches(plan: Plan) -> int:
 @lru_cache(maxsize=4096)
 def choose_plan(plan: Plan, dtype: torch.dtype, spec: DeviceSpec, precision: str) -> Plan:
     """Of the candidates that fit and are accurate the fastest by the model; a direct plan always serves."""
-    candidates = [one for one in (plan, *plan.alternatives) if fits(one, dtype) and is_accurate(one, precision)]
+    every = (plan, *plan.alternatives)
+    candidates = [one for one in every if fits(one, dtype) and is_accurate(one, precision, dtype)]
     return min(candidates, key=lambda one: plan_seconds(one, spec, precision) + spec.launch * launches(one))
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import prod, sqrt
 
+import torch
+
 from ..plan import Plan, Scheme, direct_scheme
 
 #: A plan's error, in units of the direct plan's, that is taken for accurate. The promise is four; the rest is for
@@ -97,9 +99,14 @@ def amplification(plan: Plan) -> float:
     )
 
 
-def is_accurate(plan: Plan, precision: str) -> bool:
-    """Whether rounded operands leave the gradient within four times the direct plan's error; a direct plan's do."""
+#: Weights that products take without rounding, so that a direct plan rounds nothing but the residual: near
+#: orthogonality, where that vanishes, any other plan would err by any factor.
+_EXACT = {("tf32", torch.float16), ("tf32", torch.bfloat16), ("bf16", torch.bfloat16)}
+
+
+def is_accurate(plan: Plan, precision: str, dtype: torch.dtype = torch.float32) -> bool:
+    """Whether the gradient of weights of ``dtype`` stays within four times the direct plan's error."""
     if precision not in ("tf32", "bf16") or plan.is_diagonal:
         return True
     shorter = min(plan.rows, plan.channels * prod(axis.residues for axis in plan.axes))
-    return shorter >= MIN_SIDE and amplification(plan) <= MAX_AMPLIFICATION
+    return (precision, dtype) not in _EXACT and shorter >= MIN_SIDE and amplification(plan) <= MAX_AMPLIFICATION

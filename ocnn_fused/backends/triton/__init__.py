@@ -60,7 +60,7 @@ def run(
 
     spec = spec_of(weights[0].device)
     precision = spec.native_precision(asked_precision)
-    plans = [choose_plan(plan, spec, precision) for plan in plans]
+    plans = [choose_plan(plan, spec, precision, weight.dtype) for weight, plan in zip(weights, plans, strict=True)]
     if launch == "single" or (launch == "auto" and is_possible() and prefer_single(plans, spec, precision)):
         call = Call(weights, plans, with_grad, precision, config or single_config(spec.shipped[precision]))
         programs = resident_programs(call)

@@ -213,19 +213,19 @@ def plan_seconds(plan: Plan, spec: DeviceSpec, precision: str, with_grad: bool =
     return sum(stage_seconds(stage, spec, precision, resident) for stage in work)
 
 
-def refusal(plan: Plan, precision: str) -> str | None:
-    """Why a plan is never chosen in this precision, or None; a direct plan always serves."""
+def refusal(plan: Plan, precision: str, dtype: torch.dtype = torch.float32) -> str | None:
+    """Why a plan is never chosen for weights of ``dtype`` in this precision, or None; a direct plan always serves."""
     if not plan.is_diagonal and plan.outputs > MIX_SIZES[-1]:
         return f"{plan.outputs} outputs, at most {MIX_SIZES[-1]} can be mixed"
-    if not is_accurate(plan, precision):
+    if not is_accurate(plan, precision, dtype):
         return f"not accurate enough in {precision}"
     return None
 
 
 @lru_cache(maxsize=4096)
-def choose_plan(plan: Plan, spec: DeviceSpec, precision: str) -> Plan:
+def choose_plan(plan: Plan, spec: DeviceSpec, precision: str, dtype: torch.dtype = torch.float32) -> Plan:
     """Of the candidates that serve, the one with the least modelled time on this device."""
-    candidates = [one for one in (plan, *plan.alternatives) if refusal(one, precision) is None]
+    candidates = [one for one in (plan, *plan.alternatives) if refusal(one, precision, dtype) is None]
     return min(candidates, key=lambda candidate: plan_seconds(candidate, spec, precision))
 
 
