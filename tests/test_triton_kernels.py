@@ -136,13 +136,12 @@ def test_groups_at_tile_edges(groups: int) -> None:
 @needs_interpreter
 @pytest.mark.parametrize("kind", KINDS)
 def test_program_order_changes_nothing(kind: str) -> None:
-    """Not even a bit: every kind in three orders, some in more."""
+    """Not even a bit."""
     case, name = KINDS[kind]
     weight, plan = on_device(case), plan_named(case, name)
     expected, expected_grads = run([weight], [plan], config=EDGES)
     assert max(errors(expected[0], expected_grads[0], weight, case)) <= TOLERANCE
-    seeds = (1, 2, 3) if kind in ("toom 3 taps", "direct", "depthwise") else (1,)
-    for order, seed in (("shuffled", 1), *(("interleaved", seed) for seed in seeds)):
+    for order, seed in (("shuffled", 1), ("interleaved", 1), ("interleaved", 2), ("interleaved", 3)):
         losses, grads = run([weight], [plan], config=EDGES, order=order, seed=seed)
         assert torch.equal(losses, expected)
         assert torch.equal(grads[0], expected_grads[0])
