@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "../pipeline.h"
+#include "panels.h"
 #include "stages.h"
 
 namespace ocnn_fused::cpu {
@@ -15,6 +16,8 @@ namespace {
 
 // Workspace kept by a thread between calls: fresh memory costs more than the stages that write it.
 constexpr int64_t kKeptBytes = int64_t{128} << 20;
+// Problems on panels are worked on together up to this much memory: it should fit the cores' own caches.
+constexpr int64_t kSpanBytes = int64_t{2} << 20;
 // Multiply-adds below which another thread does not pay.
 constexpr int64_t kThreadWork = int64_t{1} << 18;
 
@@ -71,6 +74,46 @@ at::Tensor loss_tensor(double loss, const at::Tensor& like) {
                            like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
 }
 
+// The blocks of a plan with their matrices and maps.
+template <typename T>
+std::vector<BlockView<T>> blocks_of(const LoweredPlan& plan, const at::Tensor& tables, const at::Tensor& constants) {
+  const int64_t* numbers = tables.const_data_ptr<int64_t>();
+  const T* values = constants.const_data_ptr<T>();
+  const auto factor = [&](int64_t points, int64_t span, Position at) -> Factor<T> {
+    if (at < 0) return {points, span, nullptr, nullptr};
+    return {points, span, values + at, values + at + (points / 2 + 1) * ((span + 1) / 2)};
+  };
+  std::vector<BlockView<T>> blocks;
+  for (const PlanBlock& block : plan.blocks) {
+    BlockView<T> view{&block,
+                      {},
+                      {},
+                      numbers + block.plane_of,
+                      numbers + block.output_of,
+                      numbers + block.lag_of,
+                      numbers + block.sources};
+    for (const PlanAxis& axis : block.axes) {
+      view.evaluation.push_back(factor(axis.planes, axis.taps, axis.evaluation));
+      view.mix.push_back(factor(axis.outputs, axis.lags(), axis.mix));
+    }
+    blocks.push_back(std::move(view));
+  }
+  return blocks;
+}
+
+// Memory of this thread, grown on demand and reused; its contents are undefined.
+at::Tensor workspace_of_thread(int64_t bytes) {
+  thread_local at::Tensor kept;
+  at::Tensor memory = kept;
+  if (!memory.defined() || memory.nbytes() < static_cast<size_t>(bytes)) {
+    kept.reset();
+    memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
+    if (bytes <= kKeptBytes) kept = memory;
+  }
+  if (fills_undefined_memory()) std::memset(memory.data_ptr(), kUndefinedByte, memory.nbytes());
+  return memory;
+}
+
 template <typename S, typename T>
 class Device {
  public:
@@ -83,44 +126,13 @@ class Device {
 
   Device(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, const at::Tensor& tables,
          const at::Tensor& constants)
-      : plan_(plan), weights_(weights), grads_(grads), losses_(weights.size(), 0.0) {
-    const int64_t* numbers = tables.const_data_ptr<int64_t>();
-    const T* values = constants.const_data_ptr<T>();
-    const auto factor = [&](int64_t points, int64_t span, Position at) -> Factor<T> {
-      if (at < 0) return {points, span, nullptr, nullptr};
-      return {points, span, values + at, values + at + (points / 2 + 1) * ((span + 1) / 2)};
-    };
-    for (const PlanBlock& block : plan.blocks) {
-      BlockView<T> view{&block,
-                        {},
-                        {},
-                        numbers + block.plane_of,
-                        numbers + block.output_of,
-                        numbers + block.lag_of,
-                        numbers + block.sources};
-      for (const PlanAxis& axis : block.axes) {
-        view.evaluation.push_back(factor(axis.planes, axis.taps, axis.evaluation));
-        view.mix.push_back(factor(axis.outputs, axis.lags(), axis.mix));
-      }
-      blocks_.push_back(std::move(view));
-    }
-  }
+      : plan_(plan),
+        weights_(weights),
+        grads_(grads),
+        blocks_(blocks_of<T>(plan, tables, constants)),
+        losses_(weights.size(), 0.0) {}
 
-  // Memory of this thread, grown on demand and reused.
-  at::Tensor workspace(int64_t bytes) {
-    thread_local at::Tensor kept;
-    at::Tensor memory = kept;
-    if (!memory.defined() || memory.nbytes() < static_cast<size_t>(bytes)) {
-      kept.reset();
-      memory = at::empty({bytes}, at::TensorOptions().dtype(at::kByte));
-      if (bytes <= kKeptBytes) kept = memory;
-    }
-    const auto& context = at::globalContext();
-    if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) {
-      std::memset(memory.data_ptr(), 0xFF, memory.nbytes());  // NaN in every floating type
-    }
-    return memory;
-  }
+  at::Tensor workspace(int64_t bytes) { return workspace_of_thread(bytes); }
 
   void zero(T* data, int64_t elements) { std::fill_n(data, elements, T(0)); }
 
@@ -157,7 +169,7 @@ class Device {
     }
   }
 
-  double loss(size_t weight) const { return losses_[weight]; }
+  const std::vector<double>& losses() const { return losses_; }
 
  private:
   // Multiply-adds along all axes of a grid, per lane.
@@ -189,19 +201,63 @@ class Device {
   const LoweredPlan& plan_;
   const Stacked<const S> weights_;
   const Stacked<S> grads_;
-  std::vector<BlockView<T>> blocks_;
+  const std::vector<BlockView<T>> blocks_;
   std::vector<double> losses_;
 };
+
+// The pass on panels, see panels.h: one loss per weight.
+template <typename S, typename T>
+std::vector<double> run_panels(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads,
+                               const std::vector<BlockView<T>>& blocks) {
+  const PanelStages<S, T>& stages = panel_stages<S, T>();
+  const Stacked<const S> stacked(weights);
+  const Stacked<S> stacked_grads(grads);
+  PanelJob<S, T> job(plan, blocks, stacked.view(), stacked_grads.view(), weights[0].size(1), stages.width);
+  const int64_t problems = static_cast<int64_t>(weights.size()) * plan.groups, bytes = job.elements * sizeof(T);
+  const int64_t span = std::clamp<int64_t>(kSpanBytes / bytes, 1, problems);
+  const at::Tensor memory = workspace_of_thread(span * bytes);
+  job.memory = static_cast<T*>(memory.data_ptr());
+  std::vector<double> losses(weights.size(), 0.0), partial;
+  const int64_t pairs = job.panels * (job.panels + 1) / 2;
+  for (job.first_problem = 0; job.first_problem < problems; job.first_problem += span) {
+    job.problems = std::min(span, problems - job.first_problem);
+    const bool alone = job.problems * job.products * job.side * job.side * job.length < kThreadWork;
+    const auto parallel = [&](const char* name, int64_t items, const auto& stage) {
+      RECORD_FUNCTION(name, {});
+      const int64_t all = job.problems * items;
+      at::parallel_for(0, all, alone ? all : 1, stage);
+    };
+    parallel("ocnn_fused::evaluate", job.panels, [&](int64_t begin, int64_t end) { stages.load(job, begin, end); });
+    parallel("ocnn_fused::gram", job.products * job.panels,
+             [&](int64_t begin, int64_t end) { stages.gram(job, begin, end); });
+    partial.assign(job.problems * pairs, 0.0);
+    parallel("ocnn_fused::mix", pairs,
+             [&](int64_t begin, int64_t end) { stages.mix(job, begin, end, partial.data()); });
+    for (int64_t p = 0; p < job.problems; ++p) {
+      losses[(job.first_problem + p) / plan.groups] +=
+          std::accumulate(partial.begin() + p * pairs, partial.begin() + (p + 1) * pairs, 0.0);
+    }
+    if (!job.with_grad()) continue;
+    parallel("ocnn_fused::apply", job.length, [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); });
+  }
+  return losses;
+}
 
 LossesAndGrads execute_plan(at::TensorList weights, const at::Tensor& layout, const at::Tensor& tables,
                             const at::Tensor& constants, bool with_grad) {
   const LoweredPlan plan = read_plan(reader_of(layout));
   std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
   dispatch(weights[0], [&]<typename S, typename T>() {
-    Device<S, T> device(plan, weights, grads, tables, constants);
-    Pipeline<S, T, Device<S, T>>(device, plan, weights, grads).run();
+    std::vector<double> values;
+    if (panel_stages<S, T>().width > 0 && fits_panels(plan, weights[0].size(0) / plan.groups, weights[0].size(1))) {
+      values = run_panels<S, T>(plan, weights, grads, blocks_of<T>(plan, tables, constants));
+    } else {
+      Device<S, T> device(plan, weights, grads, tables, constants);
+      Pipeline<S, T, Device<S, T>>(device, plan, weights, grads).run();
+      values = device.losses();
+    }
     for (size_t w = 0; w < weights.size(); ++w) {
-      losses.push_back(loss_tensor(device.loss(w) + static_cast<double>(plan.offset), weights[w]));
+      losses.push_back(loss_tensor(values[w] + static_cast<double>(plan.offset), weights[w]));
     }
   });
   return {std::move(losses), std::move(grads)};

@@ -17,6 +17,11 @@ constexpr int64_t kStrip = 4 * kLanes;
 // Side of the square tiles that mix reads together with their mirror image.
 constexpr int64_t kTile = kLanes;
 
+// Whether the user asked torch to fill memory whose contents are undefined, to find out who reads it, and with what:
+// NaN in every floating type.
+bool fills_undefined_memory();
+constexpr int kUndefinedByte = 0xFF;
+
 // Weights K[row, channel, tap] of any strides, stacked: rows count on through all of them. tap_offsets maps a flat tap
 // index to an element offset.
 template <typename S>

@@ -2,10 +2,10 @@
 // OCNN_FUSED_VECTOR_BYTES set; standard headers are included before, so that none of their inline functions is
 // compiled for an instruction set the machine may lack.
 
-template <typename T>
+template <typename T, int64_t kBytes = OCNN_FUSED_VECTOR_BYTES>
 struct Vector {
-  typedef T type __attribute__((vector_size(OCNN_FUSED_VECTOR_BYTES), aligned(alignof(T)), may_alias));
-  static constexpr int64_t width = OCNN_FUSED_VECTOR_BYTES / sizeof(T);
+  typedef T type __attribute__((vector_size(kBytes), aligned(alignof(T)), may_alias));
+  static constexpr int64_t width = kBytes / sizeof(T);
   static constexpr int64_t count = kLanes / width;  // vectors per lane block
 };
 
@@ -19,9 +19,9 @@ inline void store(const typename Vector<T>::type& value, T* to) {
 }
 
 // The one arithmetic of evaluate, mix and gather: a factor along its axis, on rows of `lanes` numbers. Two vectors at
-// once share the loads of the matrix, unless they would not fit the registers.
+// once share the loads of the matrix, unless they would not fit the registers, or be longer than the lanes.
 template <int64_t kPoints>
-constexpr int64_t kTogether = kPoints > 5 ? 1 : 2;
+constexpr int64_t kTogether = kPoints > 5 || OCNN_FUSED_VECTOR_BYTES == 64 ? 1 : 2;
 
 // out[point] = sum over span of matrix[point][span] in[span]
 template <typename T, int64_t kPoints, int64_t kSpan>
@@ -125,12 +125,132 @@ inline void transform(const Factor<T>& factor, const T* const* in, T* const* out
   }
 }
 
-// Memory of this thread that stages use for what fits a cache; grows on demand, contents are undefined.
+// The same for one vector of each row, all in registers; rows are kStep apart in both arrays.
+#define OCNN_FUSED_UNROLL _Pragma("GCC unroll 16")
+template <int64_t kPoints, int64_t kSpan, int64_t kStep, typename T, typename V>
+__attribute__((always_inline)) inline void registers_to_points(const Factor<T>& factor, const V* in, V* out) {
+  constexpr int64_t evens = (kSpan + 1) / 2, odds = kSpan / 2;
+  V sum[evens], difference[odds];
+  OCNN_FUSED_UNROLL
+  for (int64_t q = 0; q < odds; ++q) {
+    sum[q] = in[q * kStep] + in[(kSpan - 1 - q) * kStep];
+    difference[q] = in[q * kStep] - in[(kSpan - 1 - q) * kStep];
+  }
+  if constexpr (evens > odds) sum[odds] = in[odds * kStep];
+  OCNN_FUSED_UNROLL
+  for (int64_t p = 0; p <= kPoints / 2; ++p) {
+    V even = sum[0] * factor.even[p * evens];
+    OCNN_FUSED_UNROLL
+    for (int64_t q = 1; q < evens; ++q) even += sum[q] * factor.even[p * evens + q];
+    if (p == 0) {
+      out[0] = even;
+      continue;
+    }
+    V odd = difference[0] * factor.odd[(p - 1) * odds];
+    OCNN_FUSED_UNROLL
+    for (int64_t q = 1; q < odds; ++q) odd += difference[q] * factor.odd[(p - 1) * odds + q];
+    out[(2 * p - 1) * kStep] = even + odd;
+    if (2 * p < kPoints) out[2 * p * kStep] = even - odd;
+  }
+}
+
+template <int64_t kPoints, int64_t kSpan, int64_t kStep, typename T, typename V>
+__attribute__((always_inline)) inline void registers_from_points(const Factor<T>& factor, const V* in, V* out) {
+  constexpr int64_t pairs = kPoints / 2, evens = (kSpan + 1) / 2, odds = kSpan / 2;
+  V sum[pairs], difference[pairs];
+  OCNN_FUSED_UNROLL
+  for (int64_t p = 0; p < pairs; ++p) {
+    const V second = 2 * p + 2 < kPoints ? in[(2 * p + 2) * kStep] : V{};
+    sum[p] = in[(2 * p + 1) * kStep] + second;
+    difference[p] = in[(2 * p + 1) * kStep] - second;
+  }
+  const V own = in[0];
+  OCNN_FUSED_UNROLL
+  for (int64_t q = 0; q < evens; ++q) {
+    V even = own * factor.even[q];
+    OCNN_FUSED_UNROLL
+    for (int64_t p = 0; p < pairs; ++p) even += sum[p] * factor.even[(p + 1) * evens + q];
+    if (q == odds) {
+      out[q * kStep] = even;
+      continue;
+    }
+    V odd = difference[0] * factor.odd[q];
+    OCNN_FUSED_UNROLL
+    for (int64_t p = 1; p < pairs; ++p) odd += difference[p] * factor.odd[p * odds + q];
+    out[q * kStep] = even + odd;
+    out[(kSpan - 1 - q) * kStep] = even - odd;
+  }
+}
+
+// Two axes at once.
+template <bool kToPoints, int64_t kPoints0, int64_t kSpan0, int64_t kPoints1, int64_t kSpan1, typename T>
+void transform_two(const Factor<T>& first, const Factor<T>& second, const T* const* in, T* const* out, int64_t lanes) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t from0 = kToPoints ? kSpan0 : kPoints0, to0 = kToPoints ? kPoints0 : kSpan0,
+                    from1 = kToPoints ? kSpan1 : kPoints1, to1 = kToPoints ? kPoints1 : kSpan1;
+  for (int64_t at = 0; at < lanes; at += Vector<T>::width) {
+    V middle[to0 * from1];
+    OCNN_FUSED_UNROLL
+    for (int64_t j = 0; j < from1; ++j) {
+      V column[from0 * from1];
+      OCNN_FUSED_UNROLL
+      for (int64_t i = 0; i < from0; ++i) column[i * from1] = load(in[i * from1 + j] + at);
+      if constexpr (kToPoints) {
+        registers_to_points<kPoints0, kSpan0, from1>(first, column, middle + j);
+      } else {
+        registers_from_points<kPoints0, kSpan0, from1>(first, column, middle + j);
+      }
+    }
+    OCNN_FUSED_UNROLL
+    for (int64_t i = 0; i < to0; ++i) {
+      V row[to1];
+      if constexpr (kToPoints) {
+        registers_to_points<kPoints1, kSpan1, 1>(second, middle + i * from1, row);
+      } else {
+        registers_from_points<kPoints1, kSpan1, 1>(second, middle + i * from1, row);
+      }
+      OCNN_FUSED_UNROLL
+      for (int64_t j = 0; j < to1; ++j) store(row[j], out[i * to1 + j] + at);
+    }
+  }
+}
+
+// Calls f.operator()<points, span>() for a factor of two or three taps; false if it has more.
+template <typename T, typename F>
+inline bool by_short_factor(const Factor<T>& factor, const F& f) {
+  if (factor.points == 3) {
+    factor.span == 3 ? f.template operator()<3, 3>() : f.template operator()<3, 2>();
+  } else if (factor.points == 5) {
+    factor.span == 5 ? f.template operator()<5, 5>() : f.template operator()<5, 3>();
+  } else {
+    return false;
+  }
+  return true;
+}
+
+template <bool kToPoints, typename T>
+inline bool transform_two_short(const Factor<T>& first, const Factor<T>& second, const T* const* in, T* const* out,
+                                int64_t lanes) {
+  if (second.points != 3 && second.points != 5) return false;
+  return by_short_factor(first, [&]<int64_t kPoints0, int64_t kSpan0>() {
+    by_short_factor(second, [&]<int64_t kPoints1, int64_t kSpan1>() {
+      if constexpr ((kPoints0 == kSpan0) == (kPoints1 == kSpan1)) {
+        transform_two<kToPoints, kPoints0, kSpan0, kPoints1, kSpan1>(first, second, in, out, lanes);
+      }
+    });
+  });
+}
+
+// Memory of this thread that stages use for what fits a cache, aligned to a cache line; grows on demand, contents are
+// undefined.
 template <typename T>
 inline T* scratch(int64_t elements) {
+  constexpr int64_t line = 64;
   thread_local std::vector<T> memory;
-  if (static_cast<int64_t>(memory.size()) < elements) memory.resize(elements);
-  return memory.data();
+  const int64_t size = elements + line / static_cast<int64_t>(sizeof(T));
+  if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
+  if (fills_undefined_memory()) std::memset(memory.data(), kUndefinedByte, memory.size() * sizeof(T));
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + line - 1) / line * line);
 }
 
 // Pointers to `count` rows, `stride` apart.
@@ -151,14 +271,15 @@ class Grid {
     for (const Factor<T>& factor : factors) total *= std::max(factor.points, factor.span);
     return total;
   }
-  static int64_t elements(int64_t rows) { return 2 * rows * kStrip; }
+  static int64_t elements(int64_t rows, int64_t strip) { return 2 * rows * strip; }
 
-  Grid(T* memory, int64_t rows)
-      : buffers_{rows_at(memory, rows, kStrip), rows_at(memory + rows * kStrip, rows, kStrip)} {}
+  Grid(T* memory, int64_t rows, int64_t strip)
+      : buffers_{rows_at(memory, rows, strip), rows_at(memory + rows * strip, rows, strip)} {}
 
   template <bool kToPoints>
   void transform_all(const std::vector<Factor<T>>& factors, const T* const* in, T* const* out, int64_t lanes) {
     const int64_t rank = static_cast<int64_t>(factors.size());
+    if (rank == 2 && transform_two_short<kToPoints>(factors[0], factors[1], in, out, lanes)) return;
     const auto before = [&](int64_t axis) { return kToPoints ? factors[axis].span : factors[axis].points; };
     const auto after = [&](int64_t axis) { return kToPoints ? factors[axis].points : factors[axis].span; };
     int64_t outer = 1, inner = 1, last = -1;
@@ -208,35 +329,39 @@ inline V upper_half(const V& a, const V& b, std::index_sequence<l...>) {
 }
 
 // Transposes a square of vectors in registers.
-template <typename T, int64_t kStep = Vector<T>::width / 2>
-inline void transpose(typename Vector<T>::type* rows) {
-  using V = typename Vector<T>::type;
-  constexpr auto lanes = std::make_index_sequence<Vector<T>::width>();
-  for (int64_t r = 0; r < Vector<T>::width; ++r) {
+template <int64_t kWidth, int64_t kStep = kWidth / 2, typename V>
+inline void transpose(V* rows) {
+  constexpr auto lanes = std::make_index_sequence<kWidth>();
+  for (int64_t r = 0; r < kWidth; ++r) {
     if (r & kStep) continue;
     const V low = lower_half<kStep>(rows[r], rows[r + kStep], lanes);
     rows[r + kStep] = upper_half<kStep>(rows[r], rows[r + kStep], lanes);
     rows[r] = low;
   }
-  if constexpr (kStep > 1) transpose<T, kStep / 2>(rows);
+  if constexpr (kStep > 1) transpose<kWidth, kStep / 2>(rows);
 }
+
+// For squares of taps, of which there are often few: eight float32 at most.
+template <typename T>
+using Short = Vector<T, std::min(32, OCNN_FUSED_VECTOR_BYTES)>;
 
 // First taps of the vector-wide squares that cover `taps`; the last one overlaps its neighbour.
 template <typename T, typename F>
 inline void each_square(int64_t taps, const F& visit) {
-  constexpr int64_t width = Vector<T>::width;
+  constexpr int64_t width = Short<T>::width;
   for (int64_t u = 0; u < taps; u += width) visit(std::min(u, taps - width));
 }
 
-// Taps of `lanes` channels into a buffer with one row of kStrip lanes per tap.
-template <typename S, typename T>
-inline void load_taps(const WeightView<const S>& weight, const S* first, int64_t lanes, T* buffer) {
-  using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width;
+// Taps of `lanes` channels into rows, one per tap: row(u) is where lane 0 of tap u goes.
+template <typename T, typename S, typename Row>
+inline void load_taps(const WeightView<const S>& weight, const S* first, int64_t lanes, const Row& row) {
+  using V = typename Short<T>::type;
+  constexpr int64_t width = Short<T>::width;
   if (weight.channel_stride == 1) {
     for (int64_t u = 0; u < weight.taps; ++u) {
       const S* source = first + weight.tap_offsets[u];
-      for (int64_t l = 0; l < lanes; ++l) buffer[u * kStrip + l] = static_cast<T>(source[l]);
+      T* const target = row(u);
+      for (int64_t l = 0; l < lanes; ++l) target[l] = static_cast<T>(source[l]);
     }
     return;
   }
@@ -248,26 +373,27 @@ inline void load_taps(const WeightView<const S>& weight, const S* first, int64_t
         for (int64_t r = 0; r < width; ++r) {
           rows[r] = *reinterpret_cast<const V*>(first + (l + r) * weight.channel_stride + u);
         }
-        transpose<T>(rows);
-        for (int64_t r = 0; r < width; ++r) *reinterpret_cast<V*>(buffer + (u + r) * kStrip + l) = rows[r];
+        transpose<width>(rows);
+        for (int64_t r = 0; r < width; ++r) *reinterpret_cast<V*>(row(u + r) + l) = rows[r];
       });
     }
   }
   for (; l < lanes; ++l) {
     const S* source = first + l * weight.channel_stride;
-    for (int64_t u = 0; u < weight.taps; ++u) buffer[u * kStrip + l] = static_cast<T>(source[weight.tap_offsets[u]]);
+    for (int64_t u = 0; u < weight.taps; ++u) row(u)[l] = static_cast<T>(source[weight.tap_offsets[u]]);
   }
 }
 
 // The way back.
-template <typename S, typename T>
-inline void store_taps(const T* buffer, int64_t lanes, const WeightView<S>& weight, S* first) {
-  using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width;
+template <typename T, typename S, typename Row>
+inline void store_taps(const Row& row, int64_t lanes, const WeightView<S>& weight, S* first) {
+  using V = typename Short<T>::type;
+  constexpr int64_t width = Short<T>::width;
   if (weight.channel_stride == 1) {
     for (int64_t u = 0; u < weight.taps; ++u) {
       S* target = first + weight.tap_offsets[u];
-      for (int64_t l = 0; l < lanes; ++l) target[l] = static_cast<S>(buffer[u * kStrip + l]);
+      const T* const source = row(u);
+      for (int64_t l = 0; l < lanes; ++l) target[l] = static_cast<S>(source[l]);
     }
     return;
   }
@@ -276,8 +402,8 @@ inline void store_taps(const T* buffer, int64_t lanes, const WeightView<S>& weig
     for (; weight.dense && weight.taps >= width && l + width <= lanes; l += width) {
       each_square<T>(weight.taps, [&](int64_t u) {
         V rows[width];
-        for (int64_t r = 0; r < width; ++r) rows[r] = *reinterpret_cast<const V*>(buffer + (u + r) * kStrip + l);
-        transpose<T>(rows);
+        for (int64_t r = 0; r < width; ++r) rows[r] = *reinterpret_cast<const V*>(row(u + r) + l);
+        transpose<width>(rows);
         for (int64_t r = 0; r < width; ++r) {
           *reinterpret_cast<V*>(first + (l + r) * weight.channel_stride + u) = rows[r];
         }
@@ -286,7 +412,7 @@ inline void store_taps(const T* buffer, int64_t lanes, const WeightView<S>& weig
   }
   for (; l < lanes; ++l) {
     S* target = first + l * weight.channel_stride;
-    for (int64_t u = 0; u < weight.taps; ++u) target[weight.tap_offsets[u]] = static_cast<S>(buffer[u * kStrip + l]);
+    for (int64_t u = 0; u < weight.taps; ++u) target[weight.tap_offsets[u]] = static_cast<S>(row(u)[l]);
   }
 }
 
@@ -373,7 +499,6 @@ class StripWorker {
     grid_.template transform_all<kToPoints>(view_->evaluation, in.data(), out.data(), padded_);
   }
 
-  T* taps() { return memory_; }
   // One row more than there are taps: it is zero for evaluate and takes what belongs to no tap from gather.
   T* tap_row(int64_t source) { return memory_ + (source < 0 ? weight_taps_ : source) * kStrip; }
   T* plane_row(int64_t plane) { return tap_row(weight_taps_ + 1 + plane); }
@@ -414,10 +539,10 @@ class StripWorker {
       rows = std::max(rows, Grid<T>::rows(view.evaluation));
       most = std::max(most, view.block->planes + view.block->taps);
     }
-    memory_ = scratch<T>((weight_taps_ + 1 + most) * kStrip + Grid<T>::elements(rows));
+    memory_ = scratch<T>((weight_taps_ + 1 + most) * kStrip + Grid<T>::elements(rows, kStrip));
     in.resize(rows);
     out.resize(rows);
-    return Grid<T>(plane_row(most), rows);
+    return Grid<T>(plane_row(most), rows, kStrip);
   }
 
   const Window& window_;
@@ -441,7 +566,7 @@ void evaluate(const WeightView<const S>& weight, const std::vector<BlockView<T>>
   for (int64_t item = begin; item < end; ++item) {
     strip.select(item);
     strip.each_row(weight, [&](const S* source, int64_t lane, int64_t lanes) {
-      load_taps(weight, source, lanes, strip.taps() + lane);
+      load_taps<T>(weight, source, lanes, [&](int64_t u) { return strip.tap_row(u) + lane; });
     });
     for (const BlockView<T>& view : blocks) {
       strip.select(view);
@@ -483,8 +608,9 @@ void gather(const WeightView<S>& grad, const std::vector<BlockView<T>>& blocks, 
         strip.scatter_taps();
       }
     }
-    strip.each_row(
-        grad, [&](S* target, int64_t lane, int64_t lanes) { store_taps(strip.taps() + lane, lanes, grad, target); });
+    strip.each_row(grad, [&](S* target, int64_t lane, int64_t lanes) {
+      store_taps<T>([&](int64_t u) { return strip.tap_row(u) + lane; }, lanes, grad, target);
+    });
   }
 }
 
@@ -512,7 +638,7 @@ inline void transpose_tile(const Tile<T>& from, const Tile<T>& to) {
     for (int64_t j = 0; j < kTile; j += width) {
       typename Vector<T>::type square[width];
       for (int64_t r = 0; r < width; ++r) square[r] = load(from.data + (j + r) * from.stride + i);
-      transpose<T>(square);
+      transpose<width>(square);
       for (int64_t r = 0; r < width; ++r) store(square[r], to.data + (i + r) * to.stride + j);
     }
   }
@@ -545,107 +671,155 @@ void store_tile(T* from, bool transposed, const Tile<T>& to) {
   copy_tile(source, to);
 }
 
-// Sum of squares of the residual of one piece of a tile; with_grad: scales it by 4 on the way, as the adjoint wants it.
+// Which entries of a piece lie on the diagonal: the piece begins at entry `begin` of a tile `width` wide, and the tile
+// has `count` of them.
+struct Diagonal {
+  int64_t begin, width, count;
+};
+
+// Mixes a piece of a tile at a time, at most kStrip entries, so that everything on the way stays in the nearest cache.
 template <typename T>
-double square_residual(T* residual, int64_t all_lags, bool with_grad) {
-  using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width;
-  double loss[width] = {};
-  for (int64_t t = 0; t < all_lags; ++t) {
-    T* row = residual + t * kStrip;
-    V squares{};
-    for (int64_t l = 0; l < kStrip; l += width) {
-      const V value = load(row + l);
-      squares += value * value;
-      if (with_grad) store(value * T(4), row + l);
-    }
-    for (int64_t l = 0; l < width; ++l) loss[l] += squares[l];
+class Mixer {
+ public:
+  // `extra`: elements that the caller wants for itself.
+  Mixer(const std::vector<BlockView<T>>& blocks, int64_t all_lags, int64_t extra)
+      : blocks_(blocks), all_lags_(all_lags), rows_(most_rows(blocks)), grid_(memory_for(extra), rows_, kStrip) {
+    int64_t outputs = 0;
+    for (const BlockView<T>& view : blocks) outputs += view.block->outputs;
+    x.resize(outputs);
+    y.resize(outputs);
+    in_.resize(rows_);
+    out_.resize(rows_);
   }
-  return std::accumulate(loss, loss + width, 0.0);
+
+  T* extra() { return extra_; }
+
+  // Entries of the outputs, one row for each, block by block in the order of the grids, and where Y goes: there or
+  // elsewhere, but on no row of x that comes later.
+  std::vector<const T*> x;
+  std::vector<T*> y;
+
+  // Returns the sum of squares of the residual.
+  double mix(int64_t lanes, const Diagonal& diagonal, bool with_grad) {
+    const T* const* next = x.data();
+    for (const BlockView<T>& view : blocks_) {
+      const bool first = &view == blocks_.data();  // it has all lags, the others add to them
+      for (int64_t g = 0; g < view.block->lags; ++g) out_[g] = first ? lag_row(view.lag_of[g]) : added(g);
+      grid_.template transform_all<false>(view.mix, next, out_.data(), lanes);
+      for (int64_t g = 0; !first && g < view.block->lags; ++g) {
+        T* row = lag_row(view.lag_of[g]);
+        for (int64_t l = 0; l < lanes; ++l) row[l] += out_[g][l];
+      }
+      next += view.block->outputs;
+    }
+    for (int64_t d = 0; d < diagonal.count; ++d) {
+      const int64_t entry = d * (diagonal.width + 1) - diagonal.begin;
+      if (0 <= entry && entry < lanes) lag_row(all_lags_ / 2)[entry] -= T(1);
+    }
+    const double loss = square_residual(lanes, with_grad);
+    if (!with_grad) return loss;
+    std::fill_n(lag_row(-1), lanes, T(0));
+    T* const* target = y.data();
+    for (const BlockView<T>& view : blocks_) {
+      for (int64_t g = 0; g < view.block->lags; ++g) in_[g] = lag_row(view.lag_of[g]);
+      grid_.template transform_all<true>(view.mix, in_.data(), target, lanes);
+      target += view.block->outputs;
+    }
+    return loss;
+  }
+
+ private:
+  // With a gradient: scales the residual by 4 on the way, as the adjoint wants it.
+  double square_residual(int64_t lanes, bool with_grad) {
+    using V = typename Vector<T>::type;
+    constexpr int64_t width = Vector<T>::width;
+    double loss[width] = {};
+    for (int64_t t = 0; t < all_lags_; ++t) {
+      T* row = lag_row(t);
+      V squares{};
+      for (int64_t l = 0; l < lanes; l += width) {
+        const V value = load(row + l);
+        squares += value * value;
+        if (with_grad) store(value * T(4), row + l);
+      }
+      for (int64_t l = 0; l < width; ++l) loss[l] += squares[l];
+    }
+    return std::accumulate(loss, loss + width, 0.0);
+  }
+
+  // One row more than there are lags: lags that are dropped are zero, or written there.
+  T* lag_row(int64_t lag) { return residual_ + (lag < 0 ? all_lags_ : lag) * kStrip; }
+  T* added(int64_t lag) { return residual_ + (all_lags_ + 1 + lag) * kStrip; }
+
+  static int64_t most_rows(const std::vector<BlockView<T>>& blocks) {
+    int64_t rows = 1;
+    for (const BlockView<T>& view : blocks) rows = std::max(rows, Grid<T>::rows(view.mix));
+    return rows;
+  }
+
+  T* memory_for(int64_t extra) {
+    extra_ = scratch<T>(extra + (all_lags_ + 1 + rows_) * kStrip + Grid<T>::elements(rows_, kStrip));
+    residual_ = extra_ + extra;
+    return added(rows_);
+  }
+
+  const std::vector<BlockView<T>>& blocks_;
+  const int64_t all_lags_, rows_;
+  T *extra_ = nullptr, *residual_ = nullptr;
+  Grid<T> grid_;
+  std::vector<const T*> in_;
+  std::vector<T*> out_;
+};
+
+// Calls visit(item, i, j) for items [begin, end) of the upper triangle of `side` tiles, row by row.
+template <typename F>
+inline void each_tile_pair(int64_t side, int64_t begin, int64_t end, const F& visit) {
+  int64_t i = 0, place = begin;
+  for (; place >= side - i; ++i) place -= side - i;
+  int64_t j = i + place;
+  for (int64_t item = begin; item < end; ++item) {
+    visit(item, i, j);
+    if (++j == side) j = ++i;
+  }
 }
 
 template <typename T>
 void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int64_t all_lags, int64_t group,
                bool with_grad, int64_t begin, int64_t end, double* losses) {
-  int64_t rows = 1, all_outputs = 0;
-  for (const BlockView<T>& view : blocks) {
-    rows = std::max(rows, Grid<T>::rows(view.mix));
-    all_outputs += view.block->outputs;
-  }
-  // Outputs are tiles; everything after them is a piece of one at a time, so that it stays in the nearest cache. One
-  // row more than there are lags: lags that are dropped are zero, or written there.
-  T* const outputs = scratch<T>(all_outputs * kTileArea + (all_lags + 1 + rows) * kStrip + Grid<T>::elements(rows));
-  T* const residual = outputs + all_outputs * kTileArea;
-  T* const dropped = residual + all_lags * kStrip;
-  T* const added = dropped + kStrip;
-  Grid<T> grid(added + rows * kStrip, rows);
-  std::vector<const T*> in(rows);
-  std::vector<T*> out(rows);
+  // Outputs by the block's grid: 3 * output + kind, see PlanBlock.
+  std::vector<int64_t> all;
+  for (const BlockView<T>& view : blocks) all.insert(all.end(), view.output_of, view.output_of + view.block->outputs);
+  const int64_t count = static_cast<int64_t>(all.size());
+  Mixer<T> mixer(blocks, all_lags, count * kTileArea);
+  T* const copies = mixer.extra();
 
   const int64_t side = x.side, tiles = (side + kTile - 1) / kTile;
-  int64_t tile_i = 0, place = begin;  // row by row of the upper triangle
-  for (; place >= tiles - tile_i; ++tile_i) place -= tiles - tile_i;
-  int64_t tile_j = tile_i + place;
-  for (int64_t item = begin; item < end; ++item) {
+  each_tile_pair(tiles, begin, end, [&](int64_t item, int64_t tile_i, int64_t tile_j) {
     const int64_t i = tile_i * kTile, j = tile_j * kTile;
     const int64_t height = std::min(kTile, side - i), width = std::min(kTile, side - j);
     const bool on_diagonal = tile_i == tile_j;
     const auto matrix = [&](int64_t o) { return x.data + (o * x.groups + group) * side * side; };
     const auto tile = [&](int64_t o) { return Tile<T>{matrix(o) + i * side + j, side, height, width}; };
     const auto mirror = [&](int64_t o) { return Tile<T>{matrix(o) + j * side + i, side, width, height}; };
-    const auto lag_row = [&](int64_t lag) { return lag < 0 ? dropped : residual + lag * kStrip; };
 
-    T* next = outputs;
-    for (const BlockView<T>& view : blocks) {
-      for (int64_t g = 0; g < view.block->outputs; ++g, next += kTileArea) {
-        const int64_t o = view.output_of[g] / 3;
-        const bool transposed = view.output_of[g] % 3 == 1;
-        load_tile(transposed ? mirror(o) : tile(o), transposed, next);
-      }
+    for (int64_t g = 0; g < count; ++g) {
+      const bool transposed = all[g] % 3 == 1;
+      load_tile(transposed ? mirror(all[g] / 3) : tile(all[g] / 3), transposed, copies + g * kTileArea);
     }
-
     double loss = 0;
     for (int64_t piece = 0; piece < kTileArea; piece += kStrip) {
-      next = outputs + piece;
-      for (const BlockView<T>& view : blocks) {
-        const bool first = &view == blocks.data();  // it has all lags, the others add to them
-        for (int64_t g = 0; g < view.block->outputs; ++g, next += kTileArea) in[g] = next;
-        for (int64_t g = 0; g < view.block->lags; ++g) out[g] = first ? lag_row(view.lag_of[g]) : added + g * kStrip;
-        grid.template transform_all<false>(view.mix, in.data(), out.data(), kStrip);
-        for (int64_t g = 0; !first && g < view.block->lags; ++g) {
-          T* row = lag_row(view.lag_of[g]);
-          for (int64_t l = 0; l < kStrip; ++l) row[l] += out[g][l];
-        }
-      }
-      if (on_diagonal) {
-        T* const lag_zero = residual + all_lags / 2 * kStrip;
-        for (int64_t d = piece / kTile; d < std::min(height, (piece + kStrip) / kTile); ++d) {
-          lag_zero[d * kTile + d - piece] -= T(1);
-        }
-      }
-      loss += square_residual(residual, all_lags, with_grad);
-      if (!with_grad) continue;
-      std::fill_n(dropped, kStrip, T(0));
-      next = outputs + piece;
-      for (const BlockView<T>& view : blocks) {
-        for (int64_t g = 0; g < view.block->lags; ++g) in[g] = lag_row(view.lag_of[g]);
-        for (int64_t g = 0; g < view.block->outputs; ++g, next += kTileArea) out[g] = next;
-        grid.template transform_all<true>(view.mix, in.data(), out.data(), kStrip);
-      }
+      for (int64_t g = 0; g < count; ++g) mixer.x[g] = mixer.y[g] = copies + g * kTileArea + piece;
+      loss += mixer.mix(kStrip, {piece, kTile, on_diagonal ? height : 0}, with_grad);
     }
     // A tile stands for its mirror image too, where lag t is what lag -t is here.
     losses[item] = (on_diagonal ? 1 : 2) * loss;
 
-    next = outputs;
-    for (const BlockView<T>& view : blocks) {
-      for (int64_t g = 0; with_grad && g < view.block->outputs; ++g, next += kTileArea) {
-        const int64_t o = view.output_of[g] / 3, kind = view.output_of[g] % 3;
-        if (kind != 1) store_tile(next, false, tile(o));
-        if (kind != 0 && !on_diagonal) store_tile(next, true, mirror(o));
-      }
+    for (int64_t g = 0; with_grad && g < count; ++g) {
+      const int64_t o = all[g] / 3, kind = all[g] % 3;
+      if (kind != 1) store_tile(copies + g * kTileArea, false, tile(o));
+      if (kind != 0 && !on_diagonal) store_tile(copies + g * kTileArea, true, mirror(o));
     }
-    if (++tile_j == tiles) tile_j = ++tile_i;
-  }
+  });
 }
 
 template <typename T>
@@ -733,3 +907,7 @@ template <typename S, typename T>
 constexpr WeightStages<S, T> kWeightStages{evaluate<S, T>, gather<S, T>, small<S, T>};
 template <typename T>
 constexpr MixStage<T> kMixStage{mix_tiles<T>, diagonal_row<T>};
+
+#if OCNN_FUSED_VECTOR_BYTES > 16
+#include "panels.inl"
+#endif

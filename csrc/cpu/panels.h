@@ -1,0 +1,139 @@
+// Plans with one product per output, executed in pieces that stay in a core's cache: evaluate and gram as one, then
+// mix, then apply and gather as one. Nothing but the weight's taps and the outputs is kept between them.
+//
+// Matrices lie in panels as wide as a vector, so that products read all operands in order and need no copy of them:
+// entry (s, n) of a plane, s along the Gram side, is at ((s / width) * length + n) * width + s % width.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "stages.h"
+
+namespace ocnn_fused::cpu {
+
+// Output `out` is the product of planes left and right of a slice; its own transpose if they are one.
+struct SliceProduct {
+  int64_t left, right, out;
+};
+
+// Planes of a block that are made and multiplied together: all at one point of its first axis and at the mirror image.
+struct Slice {
+  int64_t block;
+  int64_t orbit, points;  // the factor's row 0, or rows 2 * orbit - 1 and, of two points, 2 * orbit
+  int64_t planes;
+  std::vector<SliceProduct> products;
+};
+
+// Larger matrices than this are faster with a BLAS, which cuts them to the caches' sizes.
+constexpr int64_t kWidestPanelArea = 144 * 144;
+
+// Whether a plan for weights of this many rows and channels per group is executed on panels.
+inline bool fits_panels(const LoweredPlan& plan, int64_t rows, int64_t channels) {
+  if (plan.diagonal() || plan.flat) return false;
+  if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
+  for (const PlanBlock& block : plan.blocks) {
+    if (block.outputs != block.planes) return false;
+  }
+  const int64_t side = plan.column ? channels : rows;
+  return side * std::max(side, plan.column ? rows : channels) <= kWidestPanelArea;
+}
+
+// The slices of all blocks.
+template <typename T>
+std::vector<Slice> slices_of(const std::vector<BlockView<T>>& blocks) {
+  std::vector<Slice> slices;
+  for (size_t b = 0; b < blocks.size(); ++b) {
+    const BlockView<T>& view = blocks[b];
+    int64_t points = 1;  // of the first axis that has more than one
+    for (const PlanAxis& axis : view.block->axes) {
+      if (points == 1) points = axis.planes;
+    }
+    const int64_t others = view.block->planes / points;
+    // The short slice of point 0 comes between others, because there two threads divide the work.
+    std::vector<int64_t> orbits(points / 2 + 1);
+    std::iota(orbits.begin(), orbits.end(), 0);
+    std::rotate(orbits.begin(), orbits.begin() + 1, orbits.begin() + static_cast<int64_t>(orbits.size() + 1) / 2);
+    for (const int64_t orbit : orbits) {
+      const int64_t first = orbit == 0 ? 0 : 2 * orbit - 1, last = std::min(2 * orbit + 1, points);
+      Slice slice{static_cast<int64_t>(b), orbit, last - first, (last - first) * others, {}};
+      const int64_t* const output_of = view.output_of + first * others;  // 3 * output + kind, see PlanBlock
+      for (int64_t g = 0; g < slice.planes; ++g) {
+        const int64_t partner = std::find(output_of, output_of + slice.planes, output_of[g] + 1) - output_of;
+        if (output_of[g] % 3 == 0) slice.products.push_back({g, partner, output_of[g] / 3});
+        if (output_of[g] % 3 == 2) slice.products.push_back({g, g, output_of[g] / 3});
+      }
+      slices.push_back(std::move(slice));
+    }
+  }
+  return slices;
+}
+
+// Distances between matrices are odd multiples of this: planes that are read together must not evict each other.
+inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLanes | 1) * kLanes; }
+
+// Problems, each a group of a weight, that are worked on together, and their memory.
+template <typename S, typename T>
+struct PanelJob {
+  PanelJob(const LoweredPlan& plan, const std::vector<BlockView<T>>& blocks, const WeightView<const S>& weight,
+           const WeightView<S>& grad, int64_t channels, int64_t width)
+      : weight(weight),
+        grad(grad),
+        blocks(blocks),
+        slices(slices_of(blocks)),
+        all_lags(2 * plan.lags - 1),
+        column(plan.column),
+        rows(weight.rows / plan.groups),
+        side(plan.column ? channels : rows),
+        length(plan.column ? rows : channels),
+        panels((side + width - 1) / width),
+        padded_side(panels * width),
+        tap_stride(spread(padded_side * length)),
+        output_stride(spread(padded_side * padded_side)),
+        outputs(weight.taps * tap_stride),
+        transposes(outputs + plan.outputs * output_stride),
+        elements(grad.data == nullptr ? transposes : transposes + plan.outputs * output_stride) {
+    for (const Slice& slice : slices) products += static_cast<int64_t>(slice.products.size());
+  }
+
+  bool with_grad() const { return grad.data != nullptr; }
+  T* tap(int64_t problem, int64_t u) const { return memory + problem * elements + u * tap_stride; }
+  T* output(int64_t problem, int64_t o) const { return memory + problem * elements + outputs + o * output_stride; }
+  T* transposed(int64_t problem, int64_t o) const {
+    return memory + problem * elements + transposes + o * output_stride;
+  }
+
+  const WeightView<const S> weight;
+  const WeightView<S> grad;  // no data: no gradient is wanted
+  const std::vector<BlockView<T>>& blocks;
+  const std::vector<Slice> slices;
+  const int64_t all_lags;
+  const bool column;
+  const int64_t rows, side, length;  // of a problem's weight, of the Gram matrices, of the contraction for one residue
+  const int64_t panels, padded_side;
+  // Per problem: the weight's taps, the outputs X or Y and, for the gradient, their transposes.
+  const int64_t tap_stride, output_stride, outputs, transposes, elements;
+  int64_t products = 0;  // of all slices
+  int64_t first_problem = 0, problems = 1;
+  T* memory = nullptr;
+};
+
+// Work is given as ranges of items, for callers to split over threads: those of all problems, one after the other.
+template <typename S, typename T>
+struct PanelStages {
+  int64_t width = 0;  // of a panel; 0: this machine has no such stages
+  // The weight's taps as planes; items: panels.
+  void (*load)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
+  // X of all products; items: products times panels.
+  void (*gram)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
+  // Y in place of X, and its transpose; items: pairs of panels. Writes one loss per item.
+  void (*mix)(const PanelJob<S, T>&, int64_t begin, int64_t end, double* losses) = nullptr;
+  // dK; items: steps of the contraction, for one residue.
+  void (*apply)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
+};
+
+template <typename S, typename T>
+const PanelStages<S, T>& panel_stages();
+
+}  // namespace ocnn_fused::cpu
