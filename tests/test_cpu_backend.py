@@ -39,6 +39,15 @@ KINDS = [
     ("toom/row", Case((96, 60, 3, 3), groups=2)),
     ("toom/row", Case((40, 48, 5, 5), padding=2)),
     ("toom/row", Case((40, 40, 2, 7))),
+    # Too large for panels: products by the BLAS.
+    ("toom/row", Case((145, 146, 2, 2))),
+    ("toom/row", Case((145, 150, 3, 3))),
+    ("toom/row", Case((145, 40, 3, 3), stride=2)),
+    ("toom/row", Case((145, 146, 4, 4))),
+    ("toom/row", Case((150, 20, 5, 5), padding=2)),
+    ("toom/row", Case((145, 150, 3))),
+    ("toom/row", Case((145, 4, 3, 3, 3), padding=(2, 1, 2))),
+    ("toom/column", Case((290, 75, 3, 3))),
     ("direct/row", Case((40, 48, 7))),
     ("direct/row", Case((24, 24, 6, 7))),
     ("direct/column", Case((100, 8, 7, 1))),
@@ -91,6 +100,29 @@ def test_work_in_pieces(case: Case, side: str, poisoned_memory: None) -> None:
     expected_loss, expected_gradient = fused(weight, case, side=side, backend="torch")
     torch.testing.assert_close(loss, expected_loss, rtol=1e-11, atol=0)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("case", "side"),
+    [
+        (Case((24, 800, 3, 3, 3)), "row"),  # a contraction in several pieces
+        (Case((800, 24, 3, 3, 3)), "column"),
+        (Case((16, 500, 7, 6), stride=2), "row"),  # that begin in one residue and end in another
+        (Case((2000, 10, 3, 3), groups=40), "row"),  # groups in several spans
+        (Case((130, 120, 5, 5)), "row"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_panels_in_pieces(case: Case, side: str, dtype: torch.dtype, poisoned_memory: None) -> None:
+    """What does not fit a core's cache at once; here and in the BLAS's way the same plan gives the same result."""
+    weight = case.random(dtype=dtype)
+    loss, gradient = fused(weight, case, side=side, backend="cpu")
+    expected_loss, expected_gradient = fused(weight.double(), case, side=side, backend="torch")
+    tolerance = 1e-11 if dtype == torch.float64 else 1e-5
+    torch.testing.assert_close(loss.double(), expected_loss, rtol=tolerance, atol=0)
+    error = (gradient.double() - expected_gradient).norm() / expected_gradient.norm()
+    assert error <= tolerance
 
 
 EDGES = (1, 2, 3, 15, 16, 17, 31, 33)
@@ -240,8 +272,9 @@ def test_workspace_is_bounded(layer: tuple[object, ...], peaks: dict[tuple[objec
     assert 0 < ours <= plain
 
 
-def test_without_vector_instructions() -> None:
-    """The portable code path computes the same."""
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_narrower_vectors(capability: str) -> None:
+    """Code for machines with other instructions computes the same."""
     code = """
 from conftest import assert_matches_definition
 from test_cpu_backend import KINDS
@@ -251,7 +284,9 @@ for _, case in KINDS[::3]:
         assert_matches_definition(case.random(dtype=dtype), case, backend="cpu")
 print(torch.backends.cpu.get_cpu_capability())
 """
-    assert run_python(code, ATEN_CPU_CAPABILITY="default").strip() == "DEFAULT"
+    if capability == "avx2" and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("this machine has no AVX2")
+    assert run_python(code, ATEN_CPU_CAPABILITY=capability).strip() == capability.upper()
 
 
 @pytest.mark.parametrize("sizes", [(3,), (1, 3)], ids=str)
