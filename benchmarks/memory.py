@@ -53,6 +53,8 @@ def _measure(implementation: Implementation, layers: Sequence[Layer], settings: 
     torch.set_num_threads(settings.threads)
     tiny = _warm_up_layers(layers)
     run_step(implementation, make_weights(tiny, settings), tiny, settings.gradient)
+    matrices = torch.ones(2, _TINY, _TINY, dtype=settings.dtype)
+    torch.bmm(matrices, matrices)  # starts the BLAS, which tiny layers go without
     weights = make_weights(layers, settings)
     before = _status_bytes("VmRSS")
     _CLEAR_REFS.write_text("5")

@@ -1,5 +1,6 @@
 #include "autograd.h"
 
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -27,6 +28,18 @@ DifferentiableGrads& differentiable_grads() {
 bool is_batched(const at::Tensor& scale) {
   constexpr c10::DispatchKeySet batched({c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched});
   return scale.defined() && scale.key_set().has_any(batched);
+}
+
+// Whether the scale is known to be one, as it is where the loss itself is differentiated. Only looked up where that
+// does not wait for a device, and where no tracer records the multiplication.
+bool is_one(const at::Tensor& scale) {
+  constexpr c10::DispatchKeySet plain({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
+                                       c10::DispatchKey::ADInplaceOrView, c10::DispatchKey::AutocastCPU});
+  if (c10::impl::TorchDispatchModeTLS::stack_len() > 0 || !scale.has_storage() || !plain.has_all(scale.key_set())) {
+    return false;
+  }
+  if (scale.scalar_type() == at::kFloat) return *scale.const_data_ptr<float>() == 1;
+  return scale.scalar_type() == at::kDouble && *scale.const_data_ptr<double>() == 1;
 }
 
 class OrthLoss : public torch::autograd::Function<OrthLoss> {
@@ -60,8 +73,11 @@ class OrthLoss : public torch::autograd::Function<OrthLoss> {
     variable_list result(weights.size() + 1);  // the last for what is not a weight
     for (size_t w = 0; w < weights.size(); ++w) {
       if (!context->needs_input_grad(w) || !scales[w].defined()) continue;
-      // The scales are 0-dim, so they do not promote the gradients' dtype.
-      result[w] = in_place ? grads[w].mul_(scales[w]) : grads[w].mul(scales[w]);
+      if (in_place && is_one(scales[w])) {
+        result[w] = std::move(grads[w]);
+      } else {  // the scales are 0-dim, so they do not promote the gradients' dtype
+        result[w] = in_place ? grads[w].mul_(scales[w]) : grads[w].mul(scales[w]);
+      }
     }
     return result;
   }

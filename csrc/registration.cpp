@@ -28,13 +28,25 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
             }
             return buckets;
           }))
-      .def("run", &ocnn_fused::Buckets::run, pybind11::call_guard<pybind11::gil_scoped_release>());
+      .def("__call__", &ocnn_fused::Buckets::run, pybind11::call_guard<pybind11::gil_scoped_release>())
+      // Both steps in one, because the way through Python costs as much as a small layer.
+      .def(
+          "attached",
+          [](const ocnn_fused::Buckets& buckets, const ocnn_fused::Geometry& geometry,
+             const std::vector<at::Tensor>& weights) {
+            auto [losses, grads] = buckets.run(weights);
+            return ocnn_fused::attach(weights, std::move(losses), std::move(grads), geometry);
+          },
+          pybind11::call_guard<pybind11::gil_scoped_release>());
+  pybind11::class_<ocnn_fused::Geometry>(m, "Geometry")
+      .def(pybind11::init([](std::vector<int64_t> strides, std::vector<int64_t> dilations,
+                             std::vector<int64_t> paddings, std::vector<int64_t> groups) {
+        return ocnn_fused::Geometry{std::move(strides), std::move(dilations), std::move(paddings), std::move(groups)};
+      }));
   // Not an op: it only makes a node of autograd's graph, which no device and no tracer has a part in.
   m.def("attach", [](const std::vector<at::Tensor>& weights, std::vector<at::Tensor> losses,
-                     std::vector<at::Tensor> grads, std::vector<int64_t> strides, std::vector<int64_t> dilations,
-                     std::vector<int64_t> paddings, std::vector<int64_t> groups) {
-    return ocnn_fused::attach(weights, std::move(losses), std::move(grads),
-                              {std::move(strides), std::move(dilations), std::move(paddings), std::move(groups)});
+                     std::vector<at::Tensor> grads, const ocnn_fused::Geometry& geometry) {
+    return ocnn_fused::attach(weights, std::move(losses), std::move(grads), geometry);
   });
   m.def("set_differentiable_grads", [](pybind11::function formula) {
     ocnn_fused::set_differentiable_grads(

@@ -7,6 +7,7 @@ recomputed through the differentiable reference formula, which autograd can diff
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from . import _extension, reference
 from .backends import default_name
-from .backends.lowering import kinds_of
+from .backends.lowering import Kind, kinds_of
 from .ops import _library, prepared, run
 
 #: Whether the running backward keeps its graph (``retain_graph``); if PyTorch does not tell, assume that it does.
@@ -166,9 +167,21 @@ def _plain_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]
     if _extension.module is None:
         return _orth_loss(weights, *geometry)
     with_grad = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
-    compute = prepared(kinds_of(weights, with_grad), weights[0].device, default_name(), *geometry)
-    losses, grads = compute(weights)
-    return _extension.module.attach(weights, losses, grads, *geometry[:4]) if any(with_grad) else losses
+    return _with_graph(kinds_of(weights, with_grad), weights[0].device, default_name(), *geometry)(weights)
+
+
+@lru_cache(maxsize=1024)
+def _with_graph(
+    kinds: tuple[Kind, ...], device: torch.device, default_backend: str | None, *geometry: Any
+) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
+    """What :func:`prepared` returns, made a function that returns the losses alone, differentiable where wanted."""
+    compute = prepared(kinds, device, default_backend, *geometry)
+    if not any(wanted for *_, wanted in kinds):
+        return lambda weights: compute(weights)[0]
+    lists = _extension.module.Geometry(*geometry[:4])
+    if isinstance(compute, _extension.module.Buckets):
+        return partial(compute.attached, lists)
+    return lambda weights: _extension.module.attach(weights, *compute(weights), lists)
 
 
 def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:

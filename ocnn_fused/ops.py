@@ -103,7 +103,7 @@ def prepared(
     module = backends.choose(device, name or default_backend)
     plans = tuple(plans_for([shape for shape, *_ in kinds], strides, dilations, paddings, groups, side, module))
     if module is backends.cpu:  # where nothing else can change from call to call
-        return buckets(plans, kinds, device).run
+        return buckets(plans, kinds, device)
     with_grad = [wanted for *_, wanted in kinds]
     return partial(module.run, plans=plans, with_grad=with_grad, **backends.accepted(module, options))
 

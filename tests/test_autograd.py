@@ -159,6 +159,22 @@ def test_grad_output_scales(backend: str) -> None:
     assert_is_gradient(gradient, weight, scale=-0.25)
 
 
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 0.5, float("nan")])
+def test_a_gradient_of_one_and_any_other(scale: float, again: bool) -> None:
+    """A loss that is differentiated itself gets its gradient unscaled, and with memory of its own."""
+    weight = LARGER[0].random().requires_grad_()
+    expected = from_numpy(loss_and_grad(weight.detach(), LARGER[0])[1])
+    loss = fused_orth_loss(weight, **LARGER[0].options)
+    incoming = torch.tensor(scale, dtype=loss.dtype)
+    (first,) = torch.autograd.grad(loss, weight, incoming, retain_graph=again)
+    torch.testing.assert_close(first, scale * expected, rtol=TIGHT, atol=TIGHT, equal_nan=True)
+    first.zero_()
+    if again:
+        (second,) = torch.autograd.grad(loss, weight)
+        torch.testing.assert_close(second, expected, rtol=TIGHT, atol=TIGHT)
+
+
 def test_retain_graph_and_accumulation(backend: str) -> None:
     weight = leaf()
     loss = fused_orth_loss(weight, backend=backend)

@@ -1,6 +1,6 @@
 // The CPU as a device of the pipeline, and its ops: elementwise stages on ATen's threads.
 #include <ATen/Parallel.h>
-#include <ATen/ops/scalar_tensor.h>
+#include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <cstring>
@@ -70,8 +70,15 @@ double ordered_sum(int64_t items, int64_t grain, const F& item) {
 
 // The loss is a sum of squares: what rounding leaves below zero is zero (and NaN stays NaN).
 at::Tensor loss_tensor(double loss, const at::Tensor& like) {
-  return at::scalar_tensor(loss < 0 ? 0.0 : loss,
-                           like.options().dtype(like.scalar_type() == at::kDouble ? at::kDouble : at::kFloat));
+  const double value = loss < 0 ? 0.0 : loss;
+  const bool wide = like.scalar_type() == at::kDouble;
+  at::Tensor result = at::empty({}, like.options().dtype(wide ? at::kDouble : at::kFloat));
+  if (wide) {
+    *result.mutable_data_ptr<double>() = value;
+  } else {
+    *result.mutable_data_ptr<float>() = static_cast<float>(value);
+  }
+  return result;
 }
 
 // The blocks of a plan with their matrices and maps.

@@ -8,7 +8,7 @@ constexpr int64_t kPieceElements = (int64_t{3} << 18) / sizeof(T);
 
 // A product's tile of rows times panels, kept in registers.
 constexpr int64_t kTileRows = OCNN_FUSED_VECTOR_BYTES == 64 ? 8 : 4;
-constexpr int64_t kTilePanels = OCNN_FUSED_VECTOR_BYTES == 64 ? 2 : 3;
+constexpr int64_t kTilePanels = 3;
 
 // How the left operand of a product lies. Gram: it is the transpose of a panel, whose rows are steps of the sum,
 // `left_panel` apart. Apply: panels side by side, `left_panel` apart, whose rows are rows of the product.
@@ -69,7 +69,8 @@ inline void multiply_rows(const T* left, int64_t left_panel, int64_t rows, int64
 template <Left kLeft, int64_t kPanels = kTilePanels, typename T>
 inline void multiply(const T* left, int64_t left_panel, int64_t rows, int64_t depth, const T* right,
                      int64_t right_panel, int64_t panels, T* out, int64_t out_panel, bool add, const T* next) {
-  for (; panels >= kPanels; panels -= kPanels) {
+  // Four panels are better two and two than three and one.
+  for (; panels >= kPanels && (kPanels < 3 || panels != 4); panels -= kPanels) {
     const T* const ahead = panels > kPanels ? right + kPanels * right_panel : next;
     multiply_rows<kLeft, kPanels>(left, left_panel, rows, depth, right, right_panel, out, out_panel, add, ahead);
     right += kPanels * right_panel;

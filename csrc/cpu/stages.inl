@@ -733,18 +733,18 @@ class Mixer {
   double square_residual(int64_t lanes, bool with_grad) {
     using V = typename Vector<T>::type;
     constexpr int64_t width = Vector<T>::width;
-    double loss[width] = {};
+    V squares{};
     for (int64_t t = 0; t < all_lags_; ++t) {
       T* row = lag_row(t);
-      V squares{};
       for (int64_t l = 0; l < lanes; l += width) {
         const V value = load(row + l);
         squares += value * value;
         if (with_grad) store(value * T(4), row + l);
       }
-      for (int64_t l = 0; l < width; ++l) loss[l] += squares[l];
     }
-    return std::accumulate(loss, loss + width, 0.0);
+    double loss = 0;
+    for (int64_t l = 0; l < width; ++l) loss += squares[l];
+    return loss;
   }
 
   // One row more than there are lags: lags that are dropped are zero, or written there.

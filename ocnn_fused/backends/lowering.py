@@ -258,4 +258,4 @@ def run_buckets(
     weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool]
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Losses and gradients by the compiled ops."""
-    return buckets(tuple(plans), kinds_of(weights, with_grad), weights[0].device).run(weights)
+    return buckets(tuple(plans), kinds_of(weights, with_grad), weights[0].device)(weights)

@@ -13,6 +13,9 @@ from .lowering import accumulation_dtype, to_tensor
 
 RATES = CPU_RATES
 
+#: Terms of a product that a BLAS adds up at once.
+_PIECE = 128
+
 
 def unavailable_reason(device: torch.device) -> str | None:
     """Never: PyTorch runs wherever the weight is."""
@@ -41,6 +44,12 @@ def _taps(block: Block, weight: Tensor) -> Tensor:
     return taken * (index >= 0) if bool((index < 0).any()) else taken
 
 
+def _gram(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right^T``; a long sum in pieces, because some BLASes add it up in one chain, with all its rounding."""
+    pieces = zip(left.split(_PIECE, -1), right.split(_PIECE, -1), strict=True)
+    return sum(a @ b.transpose(-1, -2) for a, b in pieces)  # type: ignore[return-value]
+
+
 def _run_one(weight: Tensor, plan: Plan, with_grad: bool) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(weight.dtype)
     evaluation, mix, mix_transposed = _matrices(plan, dtype, weight.device)
@@ -58,7 +67,7 @@ def _run_one(weight: Tensor, plan: Plan, with_grad: bool) -> tuple[Tensor, Tenso
     outputs = kernel.new_zeros(plan.outputs, plan.groups, side, side)
     for run in plan.runs:
         left, right = (planes[run.block][first : first + run.count] for first in (run.left, run.right))
-        products = left @ right.transpose(-1, -2)
+        products = _gram(left, right)
         if run.summed:
             outputs[run.out] += products.sum(0)
         else:
