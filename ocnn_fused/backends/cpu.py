@@ -1,4 +1,4 @@
-"""The compiled CPU backend: matrix products by ATen's BLAS, the other stages vectorised (csrc/cpu)."""
+"""The compiled CPU backend (csrc/cpu): products of large layers by ATen's BLAS, everything else vectorised."""
 
 from __future__ import annotations
 
