@@ -2,8 +2,8 @@
 
 // Lanes that evaluate and gather take at once: the rows on the way stay in the nearest cache.
 constexpr int64_t kPanelStrip = 128;
-// Elements of planes that a thread works on at once: 768 KB, which a core's own cache holds beside what it is multiplied
-// with.
+// Elements of planes that a thread works on at once: 768 KB, which a core's own cache holds beside what it is
+// multiplied with.
 template <typename T>
 constexpr int64_t kPieceElements = (int64_t{3} << 18) / sizeof(T);
 
