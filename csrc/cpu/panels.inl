@@ -15,9 +15,10 @@ constexpr int64_t kTilePanels = 3;
 // `left_panel` apart. Apply: panels side by side, `left_panel` apart, whose rows are rows of the product.
 enum class Left { kTransposed, kPanels };
 
-// out(row, panel) = sum over k < depth of left(row, k) right(k, panel), added to what is there if `add`.
+// out(row, panel) = sum over k < depth of left(row, k) right(k, panel), added to what is there if `add`. Not inline:
+// what its callers keep in registers would take the place of the tile.
 template <Left kLeft, int64_t kRows, int64_t kPanels, typename T>
-inline void multiply_tile(const T* left, int64_t left_panel, int64_t depth, const T* right, int64_t right_panel, T* out,
+__attribute__((noinline)) void multiply_tile(const T* left, int64_t left_panel, int64_t depth, const T* right, int64_t right_panel, T* out,
                           int64_t out_panel, bool add, const T* ahead) {
   using V = typename Vector<T>::type;
   constexpr int64_t width = Vector<T>::width;
