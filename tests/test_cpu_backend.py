@@ -40,14 +40,14 @@ KINDS = [
     ("toom/row", Case((40, 48, 5, 5), padding=2)),
     ("toom/row", Case((40, 40, 2, 7))),
     # Too large for panels: products by the BLAS.
-    ("toom/row", Case((145, 146, 2, 2))),
-    ("toom/row", Case((145, 150, 3, 3))),
-    ("toom/row", Case((145, 40, 3, 3), stride=2)),
-    ("toom/row", Case((145, 146, 4, 4))),
-    ("toom/row", Case((150, 20, 5, 5), padding=2)),
-    ("toom/row", Case((145, 150, 3))),
-    ("toom/row", Case((145, 4, 3, 3, 3), padding=(2, 1, 2))),
-    ("toom/column", Case((290, 75, 3, 3))),
+    ("toom/row", Case((257, 260, 2, 2))),
+    ("toom/row", Case((257, 262, 3, 3))),
+    ("toom/row", Case((257, 70, 3, 3), stride=2)),
+    ("toom/row", Case((257, 36, 4, 4), padding=2)),
+    ("toom/row", Case((260, 20, 5, 5), padding=2)),
+    ("toom/row", Case((257, 270, 3))),
+    ("toom/row", Case((257, 4, 3, 3, 3), padding=(2, 1, 2))),
+    ("toom/column", Case((300, 258, 3, 3))),
     ("direct/row", Case((40, 48, 7))),
     ("direct/row", Case((24, 24, 6, 7))),
     ("direct/column", Case((100, 8, 7, 1))),
@@ -80,7 +80,7 @@ def test_every_kind_of_plan(name: str, case: Case, poisoned_memory: None) -> Non
 @pytest.mark.parametrize(
     ("case", "side"),
     [
-        (Case((16, 4000, 3, 3)), "row"),  # a long contraction is cut ...
+        (Case((260, 800, 3, 3)), "row"),  # a long contraction is cut ...
         (Case((20, 6000, 7)), "row"),
         (Case((300, 600, 3, 3)), "column"),  # ... on the column side too
         (Case((200, 400, 7)), "column"),
@@ -110,6 +110,8 @@ def test_work_in_pieces(case: Case, side: str, poisoned_memory: None) -> None:
         (Case((16, 500, 7, 6), stride=2), "row"),  # that begin in one residue and end in another
         (Case((2000, 10, 3, 3), groups=40), "row"),  # groups in several spans
         (Case((130, 120, 5, 5)), "row"),
+        (Case((250, 300, 3, 3)), "row"),  # sums of products in several pieces
+        (Case((512, 256, 3, 3)), "column"),
     ],
     ids=str,
 )
@@ -135,10 +137,13 @@ def test_sizes_around_lanes_and_tiles(rows: int, side: str, poisoned_memory: Non
         for case in (
             Case((rows, channels)),
             Case((rows, channels, 3)),
+            Case((rows, channels, 2, 3)),
             Case((rows, channels, 2, 3), stride=(1, 2)),
+            Case((rows, channels, 3, 1, 2)),
             Case((2 * rows, channels, 2), groups=2),
         ):
-            assert_matches_definition(case.random(), case, side=side, backend="cpu")
+            for dtype in (torch.float64, torch.float32):  # vectors of both lengths
+                assert_matches_definition(case.random(dtype=dtype), case, side=side, backend="cpu")
 
 
 @pytest.mark.parametrize("groups", [1, 15, 16, 17, 33])

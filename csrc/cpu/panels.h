@@ -26,8 +26,8 @@ struct Slice {
   std::vector<SliceProduct> products;
 };
 
-// Larger matrices than this are faster with a BLAS, which cuts them to the caches' sizes.
-constexpr int64_t kWidestPanelArea = 144 * 144;
+// Gram matrices with longer sides are faster with a BLAS, which cuts them to the caches' sizes.
+constexpr int64_t kWidestPanelSide = 256;
 
 // Whether a plan for weights of this many rows and channels per group is executed on panels.
 inline bool fits_panels(const LoweredPlan& plan, int64_t rows, int64_t channels) {
@@ -36,8 +36,7 @@ inline bool fits_panels(const LoweredPlan& plan, int64_t rows, int64_t channels)
   for (const PlanBlock& block : plan.blocks) {
     if (block.outputs != block.planes) return false;
   }
-  const int64_t side = plan.column ? channels : rows;
-  return side * std::max(side, plan.column ? rows : channels) <= kWidestPanelArea;
+  return (plan.column ? channels : rows) <= kWidestPanelSide;
 }
 
 // The slices of all blocks.
@@ -92,17 +91,22 @@ struct PanelJob {
         tap_stride(spread(padded_side * length)),
         output_stride(spread(padded_side * padded_side)),
         outputs(weight.taps * tap_stride),
-        transposes(outputs + plan.outputs * output_stride),
-        elements(grad.data == nullptr ? transposes : transposes + plan.outputs * output_stride) {
-    for (const Slice& slice : slices) products += static_cast<int64_t>(slice.products.size());
+        elements(outputs + plan.outputs * output_stride),
+        transposes(plan.outputs) {
+    for (const Slice& slice : slices) {
+      products += static_cast<int64_t>(slice.products.size());
+      for (const SliceProduct& product : slice.products) {
+        if (!with_grad() || product.left == product.right) continue;
+        transposes[product.out] = elements;
+        elements += output_stride;
+      }
+    }
   }
 
   bool with_grad() const { return grad.data != nullptr; }
   T* tap(int64_t problem, int64_t u) const { return memory + problem * elements + u * tap_stride; }
   T* output(int64_t problem, int64_t o) const { return memory + problem * elements + outputs + o * output_stride; }
-  T* transposed(int64_t problem, int64_t o) const {
-    return memory + problem * elements + transposes + o * output_stride;
-  }
+  T* transposed(int64_t problem, int64_t o) const { return memory + problem * elements + transposes[o]; }
 
   const WeightView<const S> weight;
   const WeightView<S> grad;  // no data: no gradient is wanted
@@ -112,9 +116,11 @@ struct PanelJob {
   const bool column;
   const int64_t rows, side, length;  // of a problem's weight, of the Gram matrices, of the contraction for one residue
   const int64_t panels, padded_side;
-  // Per problem: the weight's taps, the outputs X or Y and, for the gradient, their transposes.
-  const int64_t tap_stride, output_stride, outputs, transposes, elements;
-  int64_t products = 0;  // of all slices
+  // Per problem: the weight's taps, the outputs X or Y and, for the gradient, the transposes of those that differ.
+  const int64_t tap_stride, output_stride, outputs;
+  int64_t elements;                 // in all
+  std::vector<int64_t> transposes;  // where that of an output begins
+  int64_t products = 0;             // of all slices
   int64_t first_problem = 0, problems = 1;
   T* memory = nullptr;
 };

@@ -10,71 +10,88 @@ constexpr int64_t kPieceElements = (int64_t{3} << 18) / sizeof(T);
 // A product's tile of rows times panels, kept in registers.
 constexpr int64_t kTileRows = OCNN_FUSED_VECTOR_BYTES == 64 ? 8 : 4;
 constexpr int64_t kTilePanels = 3;
+// Terms of the sums that are added up at once: for as many, a tile's panels stay in the nearest cache while all rows
+// are multiplied with them.
+constexpr int64_t kDepth = (int64_t{24} << 10) / (kTilePanels * OCNN_FUSED_VECTOR_BYTES);
 
-// How the left operand of a product lies. Gram: it is the transpose of a panel, whose rows are steps of the sum,
-// `left_panel` apart. Apply: panels side by side, `left_panel` apart, whose rows are rows of the product.
-enum class Left { kTransposed, kPanels };
+// Whether the left operand of a product is a matrix in panels or, as in gram, the transpose of one.
+enum class Left { kAsItLies, kTransposed };
 
-// out(row, panel) = sum over k < depth of left(row, k) right(k, panel), added to what is there if `add`. Not inline:
-// what its callers keep in registers would take the place of the tile.
+// Pointer to entry (row, k) of a left operand whose panels are `panel` apart.
+template <Left kLeft, typename T>
+inline const T* left_entry(const T* left, int64_t panel, int64_t row, int64_t k) {
+  constexpr int64_t width = Vector<T>::width;
+  if constexpr (kLeft == Left::kTransposed) std::swap(row, k);
+  return left + k / width * panel + row * width + k % width;
+}
+
+// out(row, panel) = sum over k < depth of left(row, k) right(k, panel), added to what is there if `add`; reads `ahead`
+// into the caches on the way. Not inline: what its callers keep in registers would take the place of the tile.
 template <Left kLeft, int64_t kRows, int64_t kPanels, typename T>
-__attribute__((noinline)) void multiply_tile(const T* left, int64_t left_panel, int64_t depth, const T* right, int64_t right_panel, T* out,
-                          int64_t out_panel, bool add, const T* ahead) {
+__attribute__((noinline)) void multiply_tile(const T* left, int64_t left_panel, int64_t depth, const T* right,
+                                             int64_t right_panel, T* out, int64_t out_panel, bool add, const T* ahead) {
   using V = typename Vector<T>::type;
   constexpr int64_t width = Vector<T>::width;
-  // Rows of a panel of the left operand, and the steps within it that belong to it.
-  constexpr int64_t run = kLeft == Left::kTransposed ? 1 : width, row_step = kLeft == Left::kTransposed ? 1 : width;
-  V sum[kRows][kPanels];
-  for (int64_t r = 0; r < kRows; ++r) {
-    for (int64_t p = 0; p < kPanels; ++p) sum[r][p] = V{};
-  }
-  for (int64_t k = 0; k < depth; k += run, left += left_panel) {
+  // Of the left operand: steps that lie side by side, rows' distance, and the distance to the next such steps.
+  constexpr bool transposed = kLeft == Left::kTransposed;
+  constexpr int64_t run = transposed ? 1 : width, row_step = transposed ? 1 : width;
+  const int64_t run_step = transposed ? width : left_panel;
+  V sum[kRows][kPanels] = {};
+  for (int64_t k = 0; k < depth; k += run, left += run_step) {
     for (int64_t q = 0; q < run; ++q, right += width, ahead += width) {
       __builtin_prefetch(ahead, 0, 2);
       V row[kPanels];
+      OCNN_FUSED_UNROLL
       for (int64_t p = 0; p < kPanels; ++p) row[p] = load(right + p * right_panel);
+      OCNN_FUSED_UNROLL
       for (int64_t r = 0; r < kRows; ++r) {
         const T value = left[r * row_step + q];
+        OCNN_FUSED_UNROLL
         for (int64_t p = 0; p < kPanels; ++p) sum[r][p] += value * row[p];
       }
     }
   }
-  for (int64_t r = 0; r < kRows; ++r) {
+  OCNN_FUSED_UNROLL  // an array that is looped over would lie in memory
+      for (int64_t r = 0; r < kRows; ++r) {
+    OCNN_FUSED_UNROLL
     for (int64_t p = 0; p < kPanels; ++p) {
       T* const target = out + p * out_panel + r * width;
-      if (add) sum[r][p] += load(target);
-      store(sum[r][p], target);
+      store(add ? sum[r][p] + load(target) : sum[r][p], target);
     }
   }
 }
 
+// Rows [row, rows) of kPanels panels of a product. `next` is the right operand of what follows.
 template <Left kLeft, int64_t kPanels, int64_t kRows = kTileRows, typename T>
-inline void multiply_rows(const T* left, int64_t left_panel, int64_t rows, int64_t depth, const T* right,
+inline void multiply_rows(const T* left, int64_t left_panel, int64_t row, int64_t rows, int64_t depth, const T* right,
                           int64_t right_panel, T* out, int64_t out_panel, bool add, const T* next) {
-  constexpr int64_t width = Vector<T>::width;
-  for (int64_t tile = 0; rows >= kRows; rows -= kRows, ++tile) {
+  for (; row + kRows <= rows; row += kRows) {
     // The panels that come next, one with each of the first tiles.
-    const T* const ahead = tile < kTilePanels ? next + tile * right_panel : right;
-    multiply_tile<kLeft, kRows, kPanels>(left, left_panel, depth, right, right_panel, out, out_panel, add, ahead);
-    left += kRows * (kLeft == Left::kTransposed ? 1 : width);
-    out += kRows * width;
+    const T* const ahead = row < kTilePanels * kRows ? next + row / kRows * right_panel : right;
+    multiply_tile<kLeft, kRows, kPanels>(left_entry<kLeft>(left, left_panel, row, 0), left_panel, depth, right,
+                                         right_panel, out + row * Vector<T>::width, out_panel, add, ahead);
   }
   if constexpr (kRows > 1) {
-    if (rows > 0) {
-      multiply_rows<kLeft, kPanels, kRows / 2>(left, left_panel, rows, depth, right, right_panel, out, out_panel, add,
-                                               next);
+    if (row < rows) {
+      multiply_rows<kLeft, kPanels, kRows / 2>(left, left_panel, row, rows, depth, right, right_panel, out, out_panel,
+                                               add, next);
     }
   }
 }
 
-// All panels of the product. `next` is the right operand of the one that follows.
+// All panels of a product. Rows of a transposed left operand are whole panels.
 template <Left kLeft, int64_t kPanels = kTilePanels, typename T>
 inline void multiply(const T* left, int64_t left_panel, int64_t rows, int64_t depth, const T* right,
                      int64_t right_panel, int64_t panels, T* out, int64_t out_panel, bool add, const T* next) {
   // Four panels are better two and two than three and one.
   for (; panels >= kPanels && (kPanels < 3 || panels != 4); panels -= kPanels) {
-    const T* const ahead = panels > kPanels ? right + kPanels * right_panel : next;
-    multiply_rows<kLeft, kPanels>(left, left_panel, rows, depth, right, right_panel, out, out_panel, add, ahead);
+    const T* const following = panels > kPanels ? right + kPanels * right_panel : next;
+    for (int64_t k = 0; k < depth; k += kDepth) {
+      const T *const here = right + k * Vector<T>::width, *const there = here + kDepth * Vector<T>::width;
+      multiply_rows<kLeft, kPanels>(left_entry<kLeft>(left, left_panel, 0, k), left_panel, 0, rows,
+                                    std::min(kDepth, depth - k), here, right_panel, out, out_panel, add || k > 0,
+                                    k + kDepth < depth ? there : following);
+    }
     right += kPanels * right_panel;
     out += kPanels * out_panel;
   }
@@ -416,11 +433,9 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
           const SliceProduct& product = slice.products[item / panels];
           const int64_t panel = item % panels, some = std::min(to - item, panels - panel);
           const T *const left = planes + product.left * stride, *const right = planes + product.right * stride;
-          for (int64_t p = panel; p < panel + some; ++p) {
-            multiply<Left::kTransposed>(left + p * count * width, width, width, count, right, count * width, panels,
-                                        job.output(problem, product.out) + p * width * width, side * width, n > 0,
-                                        right);
-          }
+          multiply<Left::kTransposed>(left + panel * count * width, count * width, some * width, count, right,
+                                      count * width, panels, job.output(problem, product.out) + panel * width * width,
+                                      side * width, n > 0, right);
           item += some;
         }
       }
@@ -535,7 +550,8 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end;) {
     const int64_t problem = item / job.length, n = item % job.length;
     const int64_t all = std::min(end - item, job.length - n);
-    const int64_t fits = std::max<int64_t>(16, kPieceElements<T> / ((2 * most + taps) * side));
+    // Less than in gram, because all of Y passes through the cache too; but it must pay to read that.
+    const int64_t fits = std::max<int64_t>(24, kPieceElements<T> / 3 / ((2 * most + taps) * side));
     const int64_t chunks = (all + fits - 1) / fits, even = (all + chunks - 1) / chunks;
     const int64_t count = std::min(all, (even + kTileRows - 1) / kTileRows * kTileRows);
     item += count;
@@ -556,8 +572,8 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
               [&](int64_t g) { return planes + g * stride + panel * count * width; });
         }
         const auto product = [&](int64_t from, int64_t to, const T* y, const T* next) {
-          multiply<Left::kPanels>(planes + from * stride, count * width, count, side, y, side * width, panels,
-                                  gradients + to * stride, count * width, false, next);
+          multiply<Left::kAsItLies>(planes + from * stride, count * width, count, side, y, side * width, panels,
+                                    gradients + to * stride, count * width, false, next);
         };
         for (const SliceProduct& one : slice.products) {
           const SliceProduct& following = &one == &slice.products.back() ? one : *(&one + 1);

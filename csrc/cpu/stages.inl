@@ -18,115 +18,11 @@ inline void store(const typename Vector<T>::type& value, T* to) {
   *reinterpret_cast<typename Vector<T>::type*>(to) = value;
 }
 
-// The one arithmetic of evaluate, mix and gather: a factor along its axis, on rows of `lanes` numbers. Two vectors at
-// once share the loads of the matrix, unless they would not fit the registers, or be longer than the lanes.
-template <int64_t kPoints>
-constexpr int64_t kTogether = kPoints > 5 || OCNN_FUSED_VECTOR_BYTES == 64 ? 1 : 2;
+// The one arithmetic of evaluate, mix and gather: a factor along its axis, on one vector of each row. Rows are kStep
+// apart in both arrays, which stay in registers.
+#define OCNN_FUSED_UNROLL _Pragma("GCC unroll 16")
 
 // out[point] = sum over span of matrix[point][span] in[span]
-template <typename T, int64_t kPoints, int64_t kSpan>
-void to_points(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
-  using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width, vectors = kTogether<kPoints>, pairs = kPoints / 2,
-                    evens = (kSpan + 1) / 2, odds = kSpan / 2;
-  for (int64_t at = 0; at < lanes; at += vectors * width) {
-    V sum[evens][vectors], difference[odds][vectors];
-    for (int64_t q = 0; q < odds; ++q) {
-      for (int64_t v = 0; v < vectors; ++v) {
-        const V first = load(in[q] + at + v * width), last = load(in[kSpan - 1 - q] + at + v * width);
-        sum[q][v] = first + last;
-        difference[q][v] = first - last;
-      }
-    }
-    if constexpr (evens > odds) {
-      for (int64_t v = 0; v < vectors; ++v) sum[odds][v] = load(in[odds] + at + v * width);
-    }
-    for (int64_t p = 0; p <= pairs; ++p) {
-      V even[vectors], odd[vectors];
-      for (int64_t v = 0; v < vectors; ++v) even[v] = sum[0][v] * factor.even[p * evens];
-      for (int64_t q = 1; q < evens; ++q) {
-        for (int64_t v = 0; v < vectors; ++v) even[v] += sum[q][v] * factor.even[p * evens + q];
-      }
-      if (p == 0) {
-        for (int64_t v = 0; v < vectors; ++v) store(even[v], out[0] + at + v * width);
-        continue;
-      }
-      const T* row = factor.odd + (p - 1) * odds;
-      for (int64_t v = 0; v < vectors; ++v) odd[v] = difference[0][v] * row[0];
-      for (int64_t q = 1; q < odds; ++q) {
-        for (int64_t v = 0; v < vectors; ++v) odd[v] += difference[q][v] * row[q];
-      }
-      for (int64_t v = 0; v < vectors; ++v) {
-        store(even[v] + odd[v], out[2 * p - 1] + at + v * width);
-        if (2 * p < kPoints) store(even[v] - odd[v], out[2 * p] + at + v * width);
-      }
-    }
-  }
-}
-
-// The transpose: out[span] = sum over points of matrix[point][span] in[point]
-template <typename T, int64_t kPoints, int64_t kSpan>
-void from_points(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
-  using V = typename Vector<T>::type;
-  constexpr int64_t width = Vector<T>::width, vectors = kTogether<kPoints>, pairs = kPoints / 2,
-                    evens = (kSpan + 1) / 2, odds = kSpan / 2;
-  for (int64_t at = 0; at < lanes; at += vectors * width) {
-    V own[vectors], sum[pairs][vectors], difference[pairs][vectors];
-    for (int64_t v = 0; v < vectors; ++v) own[v] = load(in[0] + at + v * width);
-    for (int64_t p = 0; p < pairs; ++p) {
-      for (int64_t v = 0; v < vectors; ++v) {
-        const V first = load(in[2 * p + 1] + at + v * width);
-        const V second = 2 * p + 2 < kPoints ? load(in[2 * p + 2] + at + v * width) : V{};
-        sum[p][v] = first + second;
-        difference[p][v] = first - second;
-      }
-    }
-    for (int64_t q = 0; q < evens; ++q) {
-      V even[vectors], odd[vectors];
-      for (int64_t v = 0; v < vectors; ++v) even[v] = own[v] * factor.even[q];
-      for (int64_t p = 0; p < pairs; ++p) {
-        for (int64_t v = 0; v < vectors; ++v) even[v] += sum[p][v] * factor.even[(p + 1) * evens + q];
-      }
-      if (q == odds) {  // the middle
-        for (int64_t v = 0; v < vectors; ++v) store(even[v], out[q] + at + v * width);
-        continue;
-      }
-      for (int64_t v = 0; v < vectors; ++v) odd[v] = difference[0][v] * factor.odd[q];
-      for (int64_t p = 1; p < pairs; ++p) {
-        for (int64_t v = 0; v < vectors; ++v) odd[v] += difference[p][v] * factor.odd[p * odds + q];
-      }
-      for (int64_t v = 0; v < vectors; ++v) {
-        store(even[v] + odd[v], out[q] + at + v * width);
-        store(even[v] - odd[v], out[kSpan - 1 - q] + at + v * width);
-      }
-    }
-  }
-}
-
-template <bool kToPoints, typename T, int64_t kPoints, int64_t kSpan>
-inline void transform_fixed(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
-  if constexpr (kToPoints) {
-    to_points<T, kPoints, kSpan>(factor, in, out, lanes);
-  } else {
-    from_points<T, kPoints, kSpan>(factor, in, out, lanes);
-  }
-}
-
-// Classes of n taps have 2n - 1 lags and as many points; those of four and five taps have a product more.
-template <bool kToPoints, typename T, int64_t kTaps = 2>
-inline void transform(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
-  constexpr int64_t lags = 2 * kTaps - 1, points = kTaps > 3 ? lags + 1 : lags;
-  if (factor.points > points) {
-    if constexpr (kTaps < 5) transform<kToPoints, T, kTaps + 1>(factor, in, out, lanes);
-  } else if (factor.span == lags) {
-    transform_fixed<kToPoints, T, points, lags>(factor, in, out, lanes);
-  } else {
-    transform_fixed<kToPoints, T, points, kTaps>(factor, in, out, lanes);
-  }
-}
-
-// The same for one vector of each row, all in registers; rows are kStep apart in both arrays.
-#define OCNN_FUSED_UNROLL _Pragma("GCC unroll 16")
 template <int64_t kPoints, int64_t kSpan, int64_t kStep, typename T, typename V>
 __attribute__((always_inline)) inline void registers_to_points(const Factor<T>& factor, const V* in, V* out) {
   constexpr int64_t evens = (kSpan + 1) / 2, odds = kSpan / 2;
@@ -154,6 +50,7 @@ __attribute__((always_inline)) inline void registers_to_points(const Factor<T>& 
   }
 }
 
+// The transpose: out[span] = sum over points of matrix[point][span] in[point]
 template <int64_t kPoints, int64_t kSpan, int64_t kStep, typename T, typename V>
 __attribute__((always_inline)) inline void registers_from_points(const Factor<T>& factor, const V* in, V* out) {
   constexpr int64_t pairs = kPoints / 2, evens = (kSpan + 1) / 2, odds = kSpan / 2;
@@ -179,6 +76,38 @@ __attribute__((always_inline)) inline void registers_from_points(const Factor<T>
     for (int64_t p = 1; p < pairs; ++p) odd += difference[p] * factor.odd[p * odds + q];
     out[q * kStep] = even + odd;
     out[(kSpan - 1 - q) * kStep] = even - odd;
+  }
+}
+
+// The same along rows of `lanes` numbers, a whole number of vectors.
+template <bool kToPoints, typename T, int64_t kPoints, int64_t kSpan>
+void transform_fixed(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
+  using V = typename Vector<T>::type;
+  constexpr int64_t from = kToPoints ? kSpan : kPoints, to = kToPoints ? kPoints : kSpan;
+  for (int64_t at = 0; at < lanes; at += Vector<T>::width) {
+    V before[from], after[to];
+    OCNN_FUSED_UNROLL
+    for (int64_t r = 0; r < from; ++r) before[r] = load(in[r] + at);
+    if constexpr (kToPoints) {
+      registers_to_points<kPoints, kSpan, 1>(factor, before, after);
+    } else {
+      registers_from_points<kPoints, kSpan, 1>(factor, before, after);
+    }
+    OCNN_FUSED_UNROLL
+    for (int64_t r = 0; r < to; ++r) store(after[r], out[r] + at);
+  }
+}
+
+// Classes of n taps have 2n - 1 lags and as many points; those of four and five taps have a product more.
+template <bool kToPoints, typename T, int64_t kTaps = 2>
+inline void transform(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
+  constexpr int64_t lags = 2 * kTaps - 1, points = kTaps > 3 ? lags + 1 : lags;
+  if (factor.points > points) {
+    if constexpr (kTaps < 5) transform<kToPoints, T, kTaps + 1>(factor, in, out, lanes);
+  } else if (factor.span == lags) {
+    transform_fixed<kToPoints, T, points, lags>(factor, in, out, lanes);
+  } else {
+    transform_fixed<kToPoints, T, points, kTaps>(factor, in, out, lanes);
   }
 }
 
