@@ -103,9 +103,6 @@ inline void multiply(const T* left, int64_t left_panel, int64_t rows, int64_t de
   }
 }
 
-// Points of a class of n taps, see transform().
-constexpr int64_t points_of(int64_t taps) { return taps > 3 ? 2 * taps : 2 * taps - 1; }
-
 // Rows of planes of a slice from those of taps: one orbit of the first axis (kPoints of them, see Slice) and all points
 // of the second, which may have one tap only.
 template <int64_t kPoints, int64_t kTaps0, int64_t kTaps1, typename T>
@@ -246,8 +243,6 @@ class SliceWorker {
   }
 
  private:
-  static constexpr int64_t kMostTaps = 5;  // of the longest class
-
   // Of a block: those with more than one tap.
   struct Axes {
     int64_t taps;

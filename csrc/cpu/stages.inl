@@ -98,29 +98,16 @@ void transform_fixed(const Factor<T>& factor, const T* const* in, T* const* out,
   }
 }
 
-// Classes of n taps have 2n - 1 lags and as many points; those of four and five taps have a product more.
-template <bool kToPoints, typename T, int64_t kTaps = 2>
-inline void transform(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
-  constexpr int64_t lags = 2 * kTaps - 1, points = kTaps > 3 ? lags + 1 : lags;
-  if (factor.points > points) {
-    if constexpr (kTaps < 5) transform<kToPoints, T, kTaps + 1>(factor, in, out, lanes);
-  } else if (factor.span == lags) {
-    transform_fixed<kToPoints, T, points, lags>(factor, in, out, lanes);
-  } else {
-    transform_fixed<kToPoints, T, points, kTaps>(factor, in, out, lanes);
-  }
-}
-
-// Two axes at once.
+// Two axes at once. Where they are short, everything stays in registers; else what lies between them is in memory.
 template <bool kToPoints, int64_t kPoints0, int64_t kSpan0, int64_t kPoints1, int64_t kSpan1, typename T>
 void transform_two(const Factor<T>& first, const Factor<T>& second, const T* const* in, T* const* out, int64_t lanes) {
   using V = typename Vector<T>::type;
   constexpr int64_t from0 = kToPoints ? kSpan0 : kPoints0, to0 = kToPoints ? kPoints0 : kSpan0,
                     from1 = kToPoints ? kSpan1 : kPoints1, to1 = kToPoints ? kPoints1 : kSpan1;
+  constexpr bool unrolled = kPoints0 <= 5 && kPoints1 <= 5;
   for (int64_t at = 0; at < lanes; at += Vector<T>::width) {
     V middle[to0 * from1];
-    OCNN_FUSED_UNROLL
-    for (int64_t j = 0; j < from1; ++j) {
+    const auto along_first = [&](int64_t j) __attribute__((always_inline)) {
       V column[from0 * from1];
       OCNN_FUSED_UNROLL
       for (int64_t i = 0; i < from0; ++i) column[i * from1] = load(in[i * from1 + j] + at);
@@ -129,9 +116,8 @@ void transform_two(const Factor<T>& first, const Factor<T>& second, const T* con
       } else {
         registers_from_points<kPoints0, kSpan0, from1>(first, column, middle + j);
       }
-    }
-    OCNN_FUSED_UNROLL
-    for (int64_t i = 0; i < to0; ++i) {
+    };
+    const auto along_second = [&](int64_t i) __attribute__((always_inline)) {
       V row[to1];
       if constexpr (kToPoints) {
         registers_to_points<kPoints1, kSpan1, 1>(second, middle + i * from1, row);
@@ -140,34 +126,59 @@ void transform_two(const Factor<T>& first, const Factor<T>& second, const T* con
       }
       OCNN_FUSED_UNROLL
       for (int64_t j = 0; j < to1; ++j) store(row[j], out[i * to1 + j] + at);
+    };
+    if constexpr (unrolled) {
+      OCNN_FUSED_UNROLL
+      for (int64_t j = 0; j < from1; ++j) along_first(j);
+      OCNN_FUSED_UNROLL
+      for (int64_t i = 0; i < to0; ++i) along_second(i);
+    } else {
+      for (int64_t j = 0; j < from1; ++j) along_first(j);
+      for (int64_t i = 0; i < to0; ++i) along_second(i);
     }
   }
 }
 
-// Calls f.operator()<points, span>() for a factor of two or three taps; false if it has more.
-template <typename T, typename F>
-inline bool by_short_factor(const Factor<T>& factor, const F& f) {
-  if (factor.points == 3) {
-    factor.span == 3 ? f.template operator()<3, 3>() : f.template operator()<3, 2>();
-  } else if (factor.points == 5) {
-    factor.span == 5 ? f.template operator()<5, 5>() : f.template operator()<5, 3>();
-  } else {
-    return false;
+constexpr int64_t kMostTaps = 5;  // of the longest class
+// A class of n taps has 2n - 1 lags and as many points; one of four or five taps has a product more.
+constexpr int64_t points_of(int64_t taps) { return taps > 3 ? 2 * taps : 2 * taps - 1; }
+// Whether a factor's span are the lags, of which there is an odd number, and not the taps.
+constexpr bool spans_lags(int64_t points, int64_t span) { return span == ((points - 1) | 1); }
+
+// Calls f.operator()<points, span>() for a factor.
+template <int64_t kTaps = 2, typename T, typename F>
+inline void by_factor(const Factor<T>& factor, const F& f) {
+  constexpr int64_t points = points_of(kTaps), lags = 2 * kTaps - 1;
+  if (factor.points == points) {
+    factor.span == lags ? f.template operator()<points, lags>() : f.template operator()<points, kTaps>();
+  } else if constexpr (kTaps < kMostTaps) {
+    by_factor<kTaps + 1>(factor, f);
   }
-  return true;
 }
 
 template <bool kToPoints, typename T>
-inline bool transform_two_short(const Factor<T>& first, const Factor<T>& second, const T* const* in, T* const* out,
-                                int64_t lanes) {
-  if (second.points != 3 && second.points != 5) return false;
-  return by_short_factor(first, [&]<int64_t kPoints0, int64_t kSpan0>() {
-    by_short_factor(second, [&]<int64_t kPoints1, int64_t kSpan1>() {
-      if constexpr ((kPoints0 == kSpan0) == (kPoints1 == kSpan1)) {
+inline void transform(const Factor<T>& factor, const T* const* in, T* const* out, int64_t lanes) {
+  by_factor(factor, [&]<int64_t kPoints, int64_t kSpan>() {
+    transform_fixed<kToPoints, T, kPoints, kSpan>(factor, in, out, lanes);
+  });
+}
+
+// Two axes at once if they are short or alike; false if nothing was done.
+template <bool kToPoints, typename T>
+inline bool transform_pair(const Factor<T>& first, const Factor<T>& second, const T* const* in, T* const* out,
+                           int64_t lanes) {
+  bool done = false;
+  if (first.is_identity() || second.is_identity()) return done;
+  by_factor(first, [&]<int64_t kPoints0, int64_t kSpan0>() {
+    by_factor(second, [&]<int64_t kPoints1, int64_t kSpan1>() {
+      constexpr bool same_kind = spans_lags(kPoints0, kSpan0) == spans_lags(kPoints1, kSpan1);
+      if constexpr (same_kind && (kPoints0 == kPoints1 || std::max(kPoints0, kPoints1) <= 5)) {
         transform_two<kToPoints, kPoints0, kSpan0, kPoints1, kSpan1>(first, second, in, out, lanes);
+        done = true;
       }
     });
   });
+  return done;
 }
 
 // Memory of this thread that stages use for what fits a cache, aligned to a cache line; grows on demand, contents are
@@ -208,7 +219,7 @@ class Grid {
   template <bool kToPoints>
   void transform_all(const std::vector<Factor<T>>& factors, const T* const* in, T* const* out, int64_t lanes) {
     const int64_t rank = static_cast<int64_t>(factors.size());
-    if (rank == 2 && transform_two_short<kToPoints>(factors[0], factors[1], in, out, lanes)) return;
+    if (rank == 2 && transform_pair<kToPoints>(factors[0], factors[1], in, out, lanes)) return;
     const auto before = [&](int64_t axis) { return kToPoints ? factors[axis].span : factors[axis].points; };
     const auto after = [&](int64_t axis) { return kToPoints ? factors[axis].points : factors[axis].span; };
     int64_t outer = 1, inner = 1, last = -1;
@@ -243,7 +254,7 @@ class Grid {
   }
 
  private:
-  static constexpr int64_t kMostRows = 10;  // points of the longest class
+  static constexpr int64_t kMostRows = points_of(kMostTaps);
   std::vector<T*> buffers_[2];
 };
 
