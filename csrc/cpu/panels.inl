@@ -12,7 +12,7 @@ constexpr int64_t kTileRows = OCNN_FUSED_VECTOR_BYTES == 64 ? 8 : 4;
 constexpr int64_t kTilePanels = 3;
 // Terms of the sums that are added up at once: for as many, a tile's panels stay in the nearest cache while all rows
 // are multiplied with them.
-constexpr int64_t kDepth = (int64_t{24} << 10) / (kTilePanels * OCNN_FUSED_VECTOR_BYTES);
+constexpr int64_t kDepth = 128;
 
 // Whether the left operand of a product is a matrix in panels or, as in gram, the transpose of one.
 enum class Left { kAsItLies, kTransposed };
