@@ -428,9 +428,18 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
           const SliceProduct& product = slice.products[item / panels];
           const int64_t panel = item % panels, some = std::min(to - item, panels - panel);
           const T *const left = planes + product.left * stride, *const right = planes + product.right * stride;
-          multiply<Left::kTransposed>(left + panel * count * width, count * width, some * width, count, right,
-                                      count * width, panels, job.output(problem, product.out) + panel * width * width,
-                                      side * width, n > 0, right);
+          T* const out = job.output(problem, product.out);
+          // Rows of panels [p, p + high), from column panel j on.
+          const auto rows = [&](int64_t p, int64_t high, int64_t j) {
+            multiply<Left::kTransposed>(left + p * count * width, count * width, high * width, count,
+                                        right + j * count * width, count * width, panels - j,
+                                        out + (j * side + p * width) * width, side * width, n > 0, right);
+          };
+          if (product.left != product.right) {
+            rows(panel, some, 0);
+          } else {  // its own transpose: mix reads the upper triangle alone
+            for (int64_t p = panel; p < panel + some; ++p) rows(p, 1, p);
+          }
           item += some;
         }
       }
