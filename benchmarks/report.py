@@ -134,7 +134,7 @@ HEADER = (
 
 LEGEND = (
     "Times are medians; speed-up is reference over fused, of minima is the same for the fastest samples.\n"
-    "bound: the speed-up if the plan's matrix products were all there is; share: how much of it is reached.\n"
+    "bound: the speed-up if the plan's products, by the BLAS, were all there is; share: how much of it is reached.\n"
     "MB: peak extra memory of one step. Met: at least as fast and small as the reference, and any target named."
 )
 
