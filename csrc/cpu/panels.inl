@@ -51,8 +51,9 @@ __attribute__((noinline)) void multiply_tile(const T* left, int64_t left_panel, 
       }
     }
   }
-  OCNN_FUSED_UNROLL  // an array that is looped over would lie in memory
-      for (int64_t r = 0; r < kRows; ++r) {
+  // Unrolled as well: an array that is looped over would lie in memory.
+  OCNN_FUSED_UNROLL
+  for (int64_t r = 0; r < kRows; ++r) {
     OCNN_FUSED_UNROLL
     for (int64_t p = 0; p < kPanels; ++p) {
       T* const target = out + p * out_panel + r * width;
