@@ -26,17 +26,15 @@ struct Slice {
   std::vector<SliceProduct> products;
 };
 
-// Gram matrices with longer sides are faster with a BLAS, which cuts them to the caches' sizes.
-constexpr int64_t kWidestPanelSide = 256;
-
-// Whether a plan for weights of this many rows and channels per group is executed on panels.
-inline bool fits_panels(const LoweredPlan& plan, int64_t rows, int64_t channels) {
+// Whether a plan for weights of this many rows and channels per group is executed on panels, by stages for Gram sides
+// up to `widest_side`.
+inline bool fits_panels(const LoweredPlan& plan, int64_t rows, int64_t channels, int64_t widest_side) {
   if (plan.diagonal() || plan.flat) return false;
   if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
   for (const PlanBlock& block : plan.blocks) {
     if (block.outputs != block.planes) return false;
   }
-  return (plan.column ? channels : rows) <= kWidestPanelSide;
+  return (plan.column ? channels : rows) <= widest_side;
 }
 
 // The slices of all blocks.
@@ -128,7 +126,8 @@ struct PanelJob {
 // Work is given as ranges of items, for callers to split over threads: those of all problems, one after the other.
 template <typename S, typename T>
 struct PanelStages {
-  int64_t width = 0;  // of a panel; 0: this machine has no such stages
+  int64_t width = 0;        // of a panel
+  int64_t widest_side = 0;  // of the Gram matrices; 0: this machine has no such stages
   // The weight's taps as planes; items: panels.
   void (*load)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
   // X of all products; items: products times panels.

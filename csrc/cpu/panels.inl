@@ -3,9 +3,12 @@
 // Lanes that evaluate and gather take at once: the rows on the way stay in the nearest cache.
 constexpr int64_t kPanelStrip = 128;
 // Elements of planes that a thread works on at once: 768 KB, which a core's own cache holds beside what it is
-// multiplied with.
+// multiplied with. Large layers take more, see kDepth and kApplySteps: the cores' common cache holds it.
 template <typename T>
 constexpr int64_t kPieceElements = (int64_t{3} << 18) / sizeof(T);
+
+// Longer sides are left to the BLAS: of vectors as long as these it is not known who is faster there.
+constexpr int64_t kWidestSide = OCNN_FUSED_VECTOR_BYTES == 64 ? 256 : std::numeric_limits<int64_t>::max();
 
 // A product's tile of rows times panels, kept in registers.
 constexpr int64_t kTileRows = OCNN_FUSED_VECTOR_BYTES == 64 ? 8 : 4;
@@ -13,6 +16,8 @@ constexpr int64_t kTilePanels = 3;
 // Terms of the sums that are added up at once: for as many, a tile's panels stay in the nearest cache while all rows
 // are multiplied with them.
 constexpr int64_t kDepth = 128;
+// Steps of the contraction that apply takes at once, at least: all of Y is read for each of them.
+constexpr int64_t kApplySteps = 64;
 
 // Whether the left operand of a product is a matrix in panels or, as in gram, the transpose of one.
 enum class Left { kAsItLies, kTransposed };
@@ -25,27 +30,32 @@ inline const T* left_entry(const T* left, int64_t panel, int64_t row, int64_t k)
   return left + k / width * panel + row * width + k % width;
 }
 
-// out(row, panel) = sum over k < depth of left(row, k) right(k, panel), added to what is there if `add`; reads `ahead`
-// into the caches on the way. Not inline: what its callers keep in registers would take the place of the tile.
-template <Left kLeft, int64_t kRows, int64_t kPanels, typename T>
+// out(row, panel) = sum over k < depth of left(row, k) right(k, panel), added to what is there if `add`; with kAhead it
+// reads `ahead` into the caches on the way. Not inline: what its callers keep in registers would take the place of the
+// tile.
+template <Left kLeft, int64_t kRows, int64_t kPanels, bool kAhead, typename T>
 __attribute__((noinline)) void multiply_tile(const T* left, int64_t left_panel, int64_t depth, const T* right,
                                              int64_t right_panel, T* out, int64_t out_panel, bool add, const T* ahead) {
   using V = typename Vector<T>::type;
   constexpr int64_t width = Vector<T>::width;
-  // Of the left operand: steps that lie side by side, rows' distance, and the distance to the next such steps.
+  // Of the left operand: steps that lie at equal distances, that distance, and the rows'.
   constexpr bool transposed = kLeft == Left::kTransposed;
-  constexpr int64_t run = transposed ? 1 : width, row_step = transposed ? 1 : width;
-  const int64_t run_step = transposed ? width : left_panel;
+  const int64_t run = transposed ? depth : width;
+  constexpr int64_t step = transposed ? width : 1, row_step = transposed ? 1 : width;
   V sum[kRows][kPanels] = {};
-  for (int64_t k = 0; k < depth; k += run, left += run_step) {
-    for (int64_t q = 0; q < run; ++q, right += width, ahead += width) {
-      __builtin_prefetch(ahead, 0, 2);
+  for (int64_t k = 0; k < depth; k += run, left += left_panel) {
+    // As far as it takes for the loop's own instructions not to count, no further: instructions are cached too.
+    _Pragma("GCC unroll 4") for (int64_t q = 0; q < run; ++q, right += width) {
+      if constexpr (kAhead) {
+        __builtin_prefetch(ahead, 0, 2);
+        ahead += width;
+      }
       V row[kPanels];
       OCNN_FUSED_UNROLL
       for (int64_t p = 0; p < kPanels; ++p) row[p] = load(right + p * right_panel);
       OCNN_FUSED_UNROLL
       for (int64_t r = 0; r < kRows; ++r) {
-        const T value = left[r * row_step + q];
+        const T value = left[r * row_step + q * step];
         OCNN_FUSED_UNROLL
         for (int64_t p = 0; p < kPanels; ++p) sum[r][p] += value * row[p];
       }
@@ -67,10 +77,16 @@ template <Left kLeft, int64_t kPanels, int64_t kRows = kTileRows, typename T>
 inline void multiply_rows(const T* left, int64_t left_panel, int64_t row, int64_t rows, int64_t depth, const T* right,
                           int64_t right_panel, T* out, int64_t out_panel, bool add, const T* next) {
   for (; row + kRows <= rows; row += kRows) {
-    // The panels that come next, one with each of the first tiles.
-    const T* const ahead = row < kTilePanels * kRows ? next + row / kRows * right_panel : right;
-    multiply_tile<kLeft, kRows, kPanels>(left_entry<kLeft>(left, left_panel, row, 0), left_panel, depth, right,
-                                         right_panel, out + row * Vector<T>::width, out_panel, add, ahead);
+    const T* const from = left_entry<kLeft>(left, left_panel, row, 0);
+    T* const to = out + row * Vector<T>::width;
+    // The panels that come next, one with each of the first tiles; for the others a read ahead is a read too many.
+    if (row < kTilePanels * kRows) {
+      multiply_tile<kLeft, kRows, kPanels, true>(from, left_panel, depth, right, right_panel, to, out_panel, add,
+                                                 next + row / kRows * right_panel);
+    } else {
+      multiply_tile<kLeft, kRows, kPanels, false>(from, left_panel, depth, right, right_panel, to, out_panel, add,
+                                                  next);
+    }
   }
   if constexpr (kRows > 1) {
     if (row < rows) {
@@ -80,27 +96,33 @@ inline void multiply_rows(const T* left, int64_t left_panel, int64_t row, int64_
   }
 }
 
-// All panels of a product. Rows of a transposed left operand are whole panels.
+// All panels of a product whose sums have at most kDepth terms.
 template <Left kLeft, int64_t kPanels = kTilePanels, typename T>
-inline void multiply(const T* left, int64_t left_panel, int64_t rows, int64_t depth, const T* right,
-                     int64_t right_panel, int64_t panels, T* out, int64_t out_panel, bool add, const T* next) {
+inline void multiply_panels(const T* left, int64_t left_panel, int64_t rows, int64_t depth, const T* right,
+                            int64_t right_panel, int64_t panels, T* out, int64_t out_panel, bool add, const T* next) {
   // Four panels are better two and two than three and one.
   for (; panels >= kPanels && (kPanels < 3 || panels != 4); panels -= kPanels) {
-    const T* const following = panels > kPanels ? right + kPanels * right_panel : next;
-    for (int64_t k = 0; k < depth; k += kDepth) {
-      const T *const here = right + k * Vector<T>::width, *const there = here + kDepth * Vector<T>::width;
-      multiply_rows<kLeft, kPanels>(left_entry<kLeft>(left, left_panel, 0, k), left_panel, 0, rows,
-                                    std::min(kDepth, depth - k), here, right_panel, out, out_panel, add || k > 0,
-                                    k + kDepth < depth ? there : following);
-    }
+    multiply_rows<kLeft, kPanels>(left, left_panel, 0, rows, depth, right, right_panel, out, out_panel, add,
+                                  panels > kPanels ? right + kPanels * right_panel : next);
     right += kPanels * right_panel;
     out += kPanels * out_panel;
   }
   if constexpr (kPanels > 1) {
     if (panels > 0) {
-      multiply<kLeft, kPanels - 1>(left, left_panel, rows, depth, right, right_panel, panels, out, out_panel, add,
-                                   next);
+      multiply_panels<kLeft, kPanels - 1>(left, left_panel, rows, depth, right, right_panel, panels, out, out_panel,
+                                          add, next);
     }
+  }
+}
+
+// A whole product. Rows of a transposed left operand are whole panels.
+template <Left kLeft, typename T>
+inline void multiply(const T* left, int64_t left_panel, int64_t rows, int64_t depth, const T* right,
+                     int64_t right_panel, int64_t panels, T* out, int64_t out_panel, bool add, const T* next) {
+  for (int64_t k = 0; k < depth; k += kDepth) {
+    const T *const here = right + k * Vector<T>::width, *const there = here + kDepth * Vector<T>::width;
+    multiply_panels<kLeft>(left_entry<kLeft>(left, left_panel, 0, k), left_panel, rows, std::min(kDepth, depth - k),
+                           here, right_panel, panels, out, out_panel, add || k > 0, k + kDepth < depth ? there : next);
   }
 }
 
@@ -408,7 +430,7 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
       if (from >= to) continue;
       const BlockView<T>& view = job.blocks[slice.block];
       const int64_t length = view.block->residues * job.length;
-      int64_t chunk = std::min(length, std::max<int64_t>(16, kPieceElements<T> / (slice.planes * side)));
+      int64_t chunk = std::min(length, std::max(kDepth, kPieceElements<T> / (slice.planes * side)));
       const int64_t chunks = (length + chunk - 1) / chunk;
       chunk = (length + chunks - 1) / chunks;
       const int64_t stride = spread(chunk * side);
@@ -555,8 +577,8 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end;) {
     const int64_t problem = item / job.length, n = item % job.length;
     const int64_t all = std::min(end - item, job.length - n);
-    // Less than in gram, because all of Y passes through the cache too; but it must pay to read that.
-    const int64_t fits = std::max<int64_t>(24, kPieceElements<T> / 3 / ((2 * most + taps) * side));
+    // Less than in gram, because all of Y passes through the cache too.
+    const int64_t fits = std::max(kApplySteps, kPieceElements<T> / 3 / ((2 * most + taps) * side));
     const int64_t chunks = (all + fits - 1) / fits, even = (all + chunks - 1) / chunks;
     const int64_t count = std::min(all, (even + kTileRows - 1) / kTileRows * kTileRows);
     item += count;
@@ -596,5 +618,5 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
 }
 
 template <typename S, typename T>
-constexpr PanelStages<S, T> kPanelStages{Vector<T>::width, panel_load<S, T>, panel_gram<S, T>, panel_mix<S, T>,
-                                         panel_apply<S, T>};
+constexpr PanelStages<S, T> kPanelStages{
+    Vector<T>::width, kWidestSide, panel_load<S, T>, panel_gram<S, T>, panel_mix<S, T>, panel_apply<S, T>};
