@@ -3,7 +3,7 @@
 // Lanes that evaluate and gather take at once: the rows on the way stay in the nearest cache.
 constexpr int64_t kPanelStrip = 128;
 // Elements of planes that a thread works on at once: 768 KB, which a core's own cache holds beside what it is
-// multiplied with. Large layers take more, see kDepth and kApplySteps: the cores' common cache holds it.
+// multiplied with. Large layers take more, which the cores' common cache holds.
 template <typename T>
 constexpr int64_t kPieceElements = (int64_t{3} << 18) / sizeof(T);
 
@@ -16,8 +16,6 @@ constexpr int64_t kTilePanels = 3;
 // Terms of the sums that are added up at once: for as many, a tile's panels stay in the nearest cache while all rows
 // are multiplied with them.
 constexpr int64_t kDepth = 128;
-// Steps of the contraction that apply takes at once, at least: all of Y is read for each of them.
-constexpr int64_t kApplySteps = 64;
 
 // Whether the left operand of a product is a matrix in panels or, as in gram, the transpose of one.
 enum class Left { kAsItLies, kTransposed };
@@ -577,8 +575,10 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
   for (int64_t item = begin; item < end;) {
     const int64_t problem = item / job.length, n = item % job.length;
     const int64_t all = std::min(end - item, job.length - n);
-    // Less than in gram, because all of Y passes through the cache too.
-    const int64_t fits = std::max(kApplySteps, kPieceElements<T> / 3 / ((2 * most + taps) * side));
+    // Less than in gram, because all of Y passes through the cache too; but the larger it is, the more must it pay to
+    // read it.
+    const int64_t fits =
+        std::max(std::clamp<int64_t>(side / 5, 24, 64), kPieceElements<T> / 3 / ((2 * most + taps) * side));
     const int64_t chunks = (all + fits - 1) / fits, even = (all + chunks - 1) / chunks;
     const int64_t count = std::min(all, (even + kTileRows - 1) / kTileRows * kTileRows);
     item += count;
