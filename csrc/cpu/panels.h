@@ -26,17 +26,6 @@ struct Slice {
   std::vector<SliceProduct> products;
 };
 
-// Whether a plan for weights of this many rows and channels per group is executed on panels, by stages for Gram sides
-// up to `widest_side`.
-inline bool fits_panels(const LoweredPlan& plan, int64_t rows, int64_t channels, int64_t widest_side) {
-  if (plan.diagonal() || plan.flat) return false;
-  if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
-  for (const PlanBlock& block : plan.blocks) {
-    if (block.outputs != block.planes) return false;
-  }
-  return (plan.column ? channels : rows) <= widest_side;
-}
-
 // The slices of all blocks.
 template <typename T>
 std::vector<Slice> slices_of(const std::vector<BlockView<T>>& blocks) {
@@ -140,5 +129,17 @@ struct PanelStages {
 
 template <typename S, typename T>
 const PanelStages<S, T>& panel_stages();
+
+// Whether a plan for weights of this many rows and channels per group is executed by these stages.
+template <typename S, typename T>
+bool fits_panels(const PanelStages<S, T>& stages, const LoweredPlan& plan, int64_t rows, int64_t channels) {
+  if (plan.diagonal() || plan.flat) return false;
+  if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
+  for (const PlanBlock& block : plan.blocks) {
+    if (block.outputs != block.planes) return false;
+  }
+  const int64_t side = plan.column ? channels : rows;
+  return side <= stages.widest_side && 2 * side >= stages.width;  // else most lanes would be idle
+}
 
 }  // namespace ocnn_fused::cpu

@@ -618,5 +618,5 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
 }
 
 template <typename S, typename T>
-constexpr PanelStages<S, T> kPanelStages{
-    Vector<T>::width, kWidestSide, panel_load<S, T>, panel_gram<S, T>, panel_mix<S, T>, panel_apply<S, T>};
+constexpr PanelStages<S, T> kPanelStages{Vector<T>::width, kWidestSide,     panel_load<S, T>,
+                                         panel_gram<S, T>, panel_mix<S, T>, panel_apply<S, T>};
