@@ -56,7 +56,7 @@ std::vector<Slice> slices_of(const std::vector<BlockView<T>>& blocks) {
   return slices;
 }
 
-// Distances between matrices are odd multiples of this: planes that are read together must not evict each other.
+// Distances between matrices and panels are odd multiples of a line: what is read together must not evict each other.
 inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLanes | 1) * kLanes; }
 
 // Problems, each a group of a weight, that are worked on together, and their memory.

@@ -431,7 +431,7 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
       int64_t chunk = std::min(length, std::max(kDepth, kPieceElements<T> / (slice.planes * side)));
       const int64_t chunks = (length + chunk - 1) / chunk;
       chunk = (length + chunks - 1) / chunks;
-      const int64_t stride = spread(chunk * side);
+      const int64_t apart = spread(chunk * width), stride = spread(panels * apart);
       T* const planes = scratch<T>(slice.planes * stride + worker.elements());
       worker.use(planes + slice.planes * stride);
       for (int64_t n = 0; n < length; n += chunk) {
@@ -442,7 +442,7 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
             worker.evaluate(
                 slice, some * width,
                 [&](int64_t m) { return job.tap(problem, sources[m]) + (panel * job.length + at) * width; },
-                [&](int64_t g) { return planes + g * stride + (panel * count + before) * width; });
+                [&](int64_t g) { return planes + g * stride + panel * apart + before * width; });
           });
         }
         for (int64_t item = from; item < to;) {
@@ -452,9 +452,8 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
           T* const out = job.output(problem, product.out);
           // Rows of panels [p, p + high), from column panel j on.
           const auto rows = [&](int64_t p, int64_t high, int64_t j) {
-            multiply<Left::kTransposed>(left + p * count * width, count * width, high * width, count,
-                                        right + j * count * width, count * width, panels - j,
-                                        out + (j * side + p * width) * width, side * width, n > 0, right);
+            multiply<Left::kTransposed>(left + p * apart, apart, high * width, count, right + j * apart, apart,
+                                        panels - j, out + (j * side + p * width) * width, side * width, n > 0, right);
           };
           if (product.left != product.right) {
             rows(panel, some, 0);
@@ -521,16 +520,17 @@ void panel_mix(const PanelJob<S, T>& job, int64_t begin, int64_t end, double* lo
   }
 }
 
-// Gradients of the taps of steps [begin, begin + count), in panels, into the weight's gradient.
+// Gradients of the taps of steps [begin, begin + count), in panels so far apart, into the weight's gradient.
 template <typename S, typename T, typename Tap>
-void store_gradient(const PanelJob<S, T>& job, int64_t problem, int64_t begin, int64_t count, const Tap& tap) {
+void store_gradient(const PanelJob<S, T>& job, int64_t problem, int64_t begin, int64_t count, int64_t apart,
+                    const Tap& tap) {
   using V = typename Vector<T>::type;
   constexpr int64_t width = Vector<T>::width;
   const WeightView<S>& grad = job.grad;
   const int64_t taps = grad.taps, entries = count * taps;
   for (int64_t panel = 0; panel < job.panels; ++panel) {
     const int64_t s = panel * width, lanes = std::min(width, job.side - s);
-    const auto source = [&](int64_t n, int64_t u) { return tap(u) + (panel * count + n) * width; };
+    const auto source = [&](int64_t n, int64_t u) { return tap(u) + panel * apart + n * width; };
     if constexpr (std::is_same_v<S, T>) {
       if (is_transposable<S, T>(job, grad) && lanes == width && entries >= width) {
         T* rows[width];
@@ -582,7 +582,7 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
     const int64_t chunks = (all + fits - 1) / fits, even = (all + chunks - 1) / chunks;
     const int64_t count = std::min(all, (even + kTileRows - 1) / kTileRows * kTileRows);
     item += count;
-    const int64_t stride = spread(count * side);
+    const int64_t apart = spread(count * width), stride = spread(panels * apart);
     T* const memory = scratch<T>((2 * most + taps) * stride + worker.elements());
     T *const planes = memory, *const gradients = memory + most * stride, *const gathered = gradients + most * stride;
     worker.use(gathered + taps * stride);
@@ -596,11 +596,11 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
           worker.evaluate(
               slice, count * width,
               [&](int64_t m) { return job.tap(problem, sources[m]) + (panel * job.length + n) * width; },
-              [&](int64_t g) { return planes + g * stride + panel * count * width; });
+              [&](int64_t g) { return planes + g * stride + panel * apart; });
         }
         const auto product = [&](int64_t from, int64_t to, const T* y, const T* next) {
-          multiply<Left::kAsItLies>(planes + from * stride, count * width, count, side, y, side * width, panels,
-                                    gradients + to * stride, count * width, false, next);
+          multiply<Left::kAsItLies>(planes + from * stride, apart, count, side, y, side * width, panels,
+                                    gradients + to * stride, apart, false, next);
         };
         for (const SliceProduct& one : slice.products) {
           const SliceProduct& following = &one == &slice.products.back() ? one : *(&one + 1);
@@ -608,12 +608,14 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
           product(one.right, one.left, first_operand(job, problem, one), one.left == one.right ? next : y);
           if (one.left != one.right) product(one.left, one.right, y, next);
         }
-        worker.gather(
-            slice, panels * count * width, [&](int64_t m) { return tap(sources[m]); },
-            [&](int64_t g) { return gradients + g * stride; }, !is_first);
+        for (int64_t panel = 0; panel < panels; ++panel) {
+          worker.gather(
+              slice, count * width, [&](int64_t m) { return tap(sources[m]) + panel * apart; },
+              [&](int64_t g) { return gradients + g * stride + panel * apart; }, !is_first);
+        }
       }
     }
-    store_gradient(job, problem, n, count, tap);
+    store_gradient(job, problem, n, count, apart, tap);
   }
 }
 
