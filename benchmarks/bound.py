@@ -2,7 +2,7 @@
 
 No evaluation, no mixing, no gathering: what is left is the least time in which the plan can be executed with this BLAS.
 The share of the bound a backend reaches says how much its other stages cost, on any machine. A backend with products of
-its own, as the CPU backend has for middling layers, can beat it where the BLAS is not at its best.
+its own, as the CPU backend has for most layers, can beat it where the BLAS is not at its best.
 """
 
 from __future__ import annotations

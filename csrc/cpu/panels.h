@@ -1,8 +1,8 @@
-// Plans with one product per output, executed in pieces that stay in a core's cache: evaluate and gram as one, then
-// mix, then apply and gather as one. Nothing but the weight's taps and the outputs is kept between them.
+// Plans with one product per output, executed in pieces that stay in the caches: evaluate and gram as one, then mix,
+// then apply and gather as one. Nothing but the weight's taps and the outputs is kept between them.
 //
 // Matrices lie in panels as wide as a vector, so that products read all operands in order and need no copy of them:
-// entry (s, n) of a plane, s along the Gram side, is at ((s / width) * length + n) * width + s % width.
+// entry (s, n) of a plane, s along the Gram side, is element n * width + s % width of panel s / width.
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,4 @@
-"""The compiled CPU backend (csrc/cpu): products of large layers by ATen's BLAS, everything else vectorised."""
+"""The compiled CPU backend (csrc/cpu): vectorised stages, and products of its own where they beat ATen's BLAS."""
 
 from __future__ import annotations
 
