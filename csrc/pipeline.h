@@ -111,7 +111,7 @@ class Pipeline {
     constexpr int64_t size = sizeof(T);
     int64_t plane_bytes = 0;
     for (const PlanPool& pool : plan_.pools) {
-      plane_bytes += size * (with_grad() ? 2 : 1) * pool.planes * pool.residues * rows_ * channels_;
+      plane_bytes += 2 * size * pool.planes * pool.residues * rows_ * channels_;  // without gradient too: the same bits
     }
     const int64_t allowed = std::max(Device::kPlaneBytes, 2 * size * (2 * plan_.lags - 1) * rows_ * rows_);
     span_ = std::clamp<int64_t>(allowed / (plane_bytes + size * plan_.outputs * side_ * side_), 1, groups_);

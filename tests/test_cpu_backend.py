@@ -91,6 +91,8 @@ def assert_same_as_in_one_piece(case: Case, side: str, dtype: torch.dtype) -> No
     torch.testing.assert_close(loss.double(), expected_loss, rtol=tolerance, atol=0)
     error = (gradient.double() - expected_gradient).norm() / expected_gradient.norm()
     assert error <= tolerance
+    alone = fused_orth_loss(weight, **case.options, side=side, backend="cpu")
+    assert torch.equal(alone, loss), "the loss without gradient is another"
 
 
 @pytest.mark.parametrize(
