@@ -256,7 +256,8 @@ LossesAndGrads execute_plan(at::TensorList weights, const at::Tensor& layout, co
   std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
   dispatch(weights[0], [&]<typename S, typename T>() {
     std::vector<double> values;
-    if (fits_panels(panel_stages<S, T>(), plan, weights[0].size(0) / plan.groups, weights[0].size(1))) {
+    const int64_t rows = weights[0].size(0) / plan.groups, channels = weights[0].size(1);
+    if (fits_panels(panel_stages<S, T>(), plan, rows, channels, at::get_num_threads())) {
       values = run_panels<S, T>(plan, weights, grads, blocks_of<T>(plan, tables, constants));
     } else {
       Device<S, T> device(plan, weights, grads, tables, constants);

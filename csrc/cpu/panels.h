@@ -56,6 +56,9 @@ std::vector<Slice> slices_of(const std::vector<BlockView<T>>& blocks) {
   return slices;
 }
 
+// Sides of Gram matrices up to which panels are always better than a BLAS.
+constexpr int64_t kMiddlingSide = 256;
+
 // Distances between matrices and panels are odd multiples of a line: what is read together must not evict each other.
 inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLanes | 1) * kLanes; }
 
@@ -130,16 +133,22 @@ struct PanelStages {
 template <typename S, typename T>
 const PanelStages<S, T>& panel_stages();
 
+// In gram every thread makes the planes that it multiplies. If many threads share few products that is more work and
+// memory than a BLAS takes: large sides are then left to it.
+constexpr int64_t kFewThreads = 8;
+
 // Whether a plan for weights of this many rows and channels per group is executed by these stages.
 template <typename S, typename T>
-bool fits_panels(const PanelStages<S, T>& stages, const LoweredPlan& plan, int64_t rows, int64_t channels) {
+bool fits_panels(const PanelStages<S, T>& stages, const LoweredPlan& plan, int64_t rows, int64_t channels,
+                 int64_t threads) {
   if (plan.diagonal() || plan.flat) return false;
   if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
   for (const PlanBlock& block : plan.blocks) {
     if (block.outputs != block.planes) return false;
   }
   const int64_t side = plan.column ? channels : rows;
-  return side <= stages.widest_side && 2 * side >= stages.width;  // else most lanes would be idle
+  if (2 * side < stages.width) return false;  // most lanes would be idle
+  return side <= stages.widest_side && (side <= kMiddlingSide || threads <= kFewThreads);
 }
 
 }  // namespace ocnn_fused::cpu

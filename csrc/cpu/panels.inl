@@ -7,8 +7,8 @@ constexpr int64_t kPanelStrip = 128;
 template <typename T>
 constexpr int64_t kPieceElements = (int64_t{3} << 18) / sizeof(T);
 
-// Longer sides are left to the BLAS: of vectors as long as these it is not known who is faster there.
-constexpr int64_t kWidestSide = OCNN_FUSED_VECTOR_BYTES == 64 ? 256 : std::numeric_limits<int64_t>::max();
+// Longer sides are left to the BLAS: with vectors of 64 bytes it is not known who is faster there.
+constexpr int64_t kWidestSide = OCNN_FUSED_VECTOR_BYTES == 64 ? kMiddlingSide : std::numeric_limits<int64_t>::max();
 
 // A product's tile of rows times panels, kept in registers.
 constexpr int64_t kTileRows = OCNN_FUSED_VECTOR_BYTES == 64 ? 8 : 4;
