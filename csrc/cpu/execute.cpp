@@ -228,15 +228,14 @@ std::vector<double> run_panels(const LoweredPlan& plan, at::TensorList weights, 
   const int64_t pairs = job.panels * (job.panels + 1) / 2;
   for (job.first_problem = 0; job.first_problem < problems; job.first_problem += span) {
     job.problems = std::min(span, problems - job.first_problem);
-    const bool alone = job.problems * job.products * job.side * job.side * job.length < kThreadWork;
+    const bool alone = job.problems * job.gram_items * stages.width * job.side * job.length < kThreadWork;
     const auto parallel = [&](const char* name, int64_t items, const auto& stage) {
       RECORD_FUNCTION(name, {});
       const int64_t all = job.problems * items;
       at::parallel_for(0, all, alone ? all : 1, stage);
     };
     parallel("ocnn_fused::evaluate", job.panels, [&](int64_t begin, int64_t end) { stages.load(job, begin, end); });
-    parallel("ocnn_fused::gram", job.products * job.panels,
-             [&](int64_t begin, int64_t end) { stages.gram(job, begin, end); });
+    parallel("ocnn_fused::gram", job.gram_items, [&](int64_t begin, int64_t end) { stages.gram(job, begin, end); });
     partial.assign(job.problems * pairs, 0.0);
     parallel("ocnn_fused::mix", pairs,
              [&](int64_t begin, int64_t end) { stages.mix(job, begin, end, partial.data()); });

@@ -16,6 +16,9 @@ namespace ocnn_fused::cpu {
 // Output `out` is the product of planes left and right of a slice; its own transpose if they are one.
 struct SliceProduct {
   int64_t left, right, out;
+  bool is_symmetric() const { return left == right; }
+  // Gram's work on it, in panels of rows: of a symmetric one only a triangle is computed.
+  int64_t items(int64_t panels) const { return is_symmetric() ? (panels + 1) / 2 : panels; }
 };
 
 // Planes of a block that are made and multiplied together: all at one point of its first axis and at the mirror image.
@@ -24,6 +27,11 @@ struct Slice {
   int64_t orbit, points;  // the factor's row 0, or rows 2 * orbit - 1 and, of two points, 2 * orbit
   int64_t planes;
   std::vector<SliceProduct> products;
+  int64_t items(int64_t panels) const {
+    int64_t sum = 0;
+    for (const SliceProduct& product : products) sum += product.items(panels);
+    return sum;
+  }
 };
 
 // The slices of all blocks.
@@ -84,9 +92,9 @@ struct PanelJob {
         elements(outputs + plan.outputs * output_stride),
         transposes(plan.outputs) {
     for (const Slice& slice : slices) {
-      products += static_cast<int64_t>(slice.products.size());
+      gram_items += slice.items(panels);
       for (const SliceProduct& product : slice.products) {
-        if (!with_grad() || product.left == product.right) continue;
+        if (!with_grad() || product.is_symmetric()) continue;
         transposes[product.out] = elements;
         elements += output_stride;
       }
@@ -110,7 +118,7 @@ struct PanelJob {
   const int64_t tap_stride, output_stride, outputs;
   int64_t elements;                 // in all
   std::vector<int64_t> transposes;  // where that of an output begins
-  int64_t products = 0;             // of all slices
+  int64_t gram_items = 0;           // of all slices
   int64_t first_problem = 0, problems = 1;
   T* memory = nullptr;
 };
@@ -122,7 +130,7 @@ struct PanelStages {
   int64_t widest_side = 0;  // of the Gram matrices; 0: this machine has no such stages
   // The weight's taps as planes; items: panels.
   void (*load)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
-  // X of all products; items: products times panels.
+  // X of all products; items: see SliceProduct.
   void (*gram)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
   // Y in place of X, and its transpose; items: pairs of panels. Writes one loss per item.
   void (*mix)(const PanelJob<S, T>&, int64_t begin, int64_t end, double* losses) = nullptr;

@@ -422,7 +422,7 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
   int64_t first = 0;  // item of the slice
   for (int64_t problem = 0; problem < job.problems; ++problem) {
     for (const Slice& slice : job.slices) {
-      const int64_t items = static_cast<int64_t>(slice.products.size()) * panels;
+      const int64_t items = slice.items(panels);
       const int64_t from = std::max(begin - first, int64_t{0}), to = std::min(end - first, items);
       first += items;
       if (from >= to) continue;
@@ -445,22 +445,31 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
                 [&](int64_t g) { return planes + g * stride + panel * apart + before * width; });
           });
         }
-        for (int64_t item = from; item < to;) {
-          const SliceProduct& product = slice.products[item / panels];
-          const int64_t panel = item % panels, some = std::min(to - item, panels - panel);
+        int64_t passed = 0;  // items of the products before
+        for (const SliceProduct& product : slice.products) {
+          const int64_t low = std::max(from - passed, int64_t{0});
+          const int64_t high = std::min(to - passed, product.items(panels));
+          passed += product.items(panels);
           const T *const left = planes + product.left * stride, *const right = planes + product.right * stride;
           T* const out = job.output(problem, product.out);
-          // Rows of panels [p, p + high), from column panel j on.
-          const auto rows = [&](int64_t p, int64_t high, int64_t j) {
-            multiply<Left::kTransposed>(left + p * apart, apart, high * width, count, right + j * apart, apart,
+          // Rows of panels [p, last), from column panel j on.
+          const auto rows = [&](int64_t p, int64_t last, int64_t j) {
+            if (p >= last) return;
+            multiply<Left::kTransposed>(left + p * apart, apart, (last - p) * width, count, right + j * apart, apart,
                                         panels - j, out + (j * side + p * width) * width, side * width, n > 0, right);
           };
-          if (product.left != product.right) {
-            rows(panel, some, 0);
-          } else {  // its own transpose: mix reads the upper triangle alone
-            for (int64_t p = panel; p < panel + some; ++p) rows(p, 1, p);
+          if (!product.is_symmetric()) {
+            rows(low, high, 0);
+            continue;
           }
-          item += some;
+          // Mix reads the upper triangle alone: an item is a row of panels and the row as far from the other end. A few
+          // are taken at once, whatever that adds below the diagonal.
+          const int64_t few = std::max<int64_t>(1, panels / 16);
+          for (int64_t p = low; p < high; p += few) {
+            const int64_t last = std::min(p + few, high), mirror = std::max(panels - last, last);
+            rows(p, last, p);
+            rows(mirror, panels - p, mirror);
+          }
         }
       }
     }
@@ -562,7 +571,7 @@ void store_gradient(const PanelJob<S, T>& job, int64_t problem, int64_t begin, i
 // What the right plane of a product is multiplied with: Y^T, or Y where it is its own transpose.
 template <typename S, typename T>
 inline const T* first_operand(const PanelJob<S, T>& job, int64_t problem, const SliceProduct& product) {
-  return product.left == product.right ? job.output(problem, product.out) : job.transposed(problem, product.out);
+  return product.is_symmetric() ? job.output(problem, product.out) : job.transposed(problem, product.out);
 }
 
 template <typename S, typename T>
@@ -605,8 +614,8 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
         for (const SliceProduct& one : slice.products) {
           const SliceProduct& following = &one == &slice.products.back() ? one : *(&one + 1);
           const T *const y = job.output(problem, one.out), *const next = first_operand(job, problem, following);
-          product(one.right, one.left, first_operand(job, problem, one), one.left == one.right ? next : y);
-          if (one.left != one.right) product(one.left, one.right, y, next);
+          product(one.right, one.left, first_operand(job, problem, one), one.is_symmetric() ? next : y);
+          if (!one.is_symmetric()) product(one.left, one.right, y, next);
         }
         for (int64_t panel = 0; panel < panels; ++panel) {
           worker.gather(
