@@ -38,9 +38,6 @@ from tqdm import tqdm
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
-#: A whole network is timed in fewer rounds than a layer: its time is a sum, so it scatters less.
-NETWORK_ROUNDS = 3
-
 
 class Comparison:
     """Measures layers and networks under one set of settings, each once and in all modes of the timer together."""
@@ -61,8 +58,7 @@ class Comparison:
     def network(self, name: str, mode: str = EAGER) -> Result:
         """All layers of a network in one call, against a loop of references."""
         if name not in self._measured:
-            effort = replace(self.effort, min_rounds=min(self.effort.min_rounds, NETWORK_ROUNDS))
-            self._measured[name] = self._measure(f"{name}: one call", NETWORKS[name], effort)
+            self._measured[name] = self._measure(f"{name}: one call", NETWORKS[name], self.effort)
         return self._measured[name][mode]
 
     def _measure(self, name: str, layers: Sequence[Layer], effort: Effort) -> dict[str, Result]:
