@@ -50,8 +50,8 @@ def fused_orth_loss(
         groups: of the layer; groups are independent and their losses add.
         padding: None keeps every lag (``floor((k-1)/S)*S``, the paper's); a smaller multiple of the stride keeps fewer.
         squared: False returns the Frobenius norm, whose gradient at zero is zero.
-        side: "row" or "column" forces the Gram side that is worked on; the value is the same, the cost is not. On a side
-            much longer than the other a small loss is a difference of large numbers and keeps fewer digits.
+        side: "row" or "column" forces the Gram side that is worked on; the value is the same, the cost is not. On a
+            side much longer than the other a small loss is a difference of large numbers and keeps fewer digits.
         backend: None chooses by device; "cpu", "triton", "cuda" or "torch" forces one.
         precision: of the matrix products on a GPU: "ieee", "tf32x3", "tf32" or "bf16"; None follows
             PyTorch's setting of float32 products, and so does backend "cuda" always: there another one is an error.
