@@ -11,11 +11,16 @@ PYTEST_ARGS ?=
 # One process per core, one thread in each: most tests are too small for more. Files stay whole, for what they share.
 PARALLEL    ?= --numprocesses auto --maxprocesses 8 --dist loadfile
 BENCH_ARGS  ?=
+GPU_ARGS    ?=
 
 SANITIZERS     ?= address,undefined
 SANITIZE_TESTS ?= tests/test_cpu_backend.py
-# Measures resident memory, which AddressSanitizer's quarantine of freed blocks fills.
-SANITIZE_SKIP  ?= tests/test_cpu_backend.py::test_repeated_calls_keep_no_memory
+# The first two measure resident memory, which AddressSanitizer's quarantine of freed blocks fills; the third repeats what
+# another test has executed.
+SANITIZE_SKIP  ?= $(addprefix tests/test_cpu_backend.py::,test_repeated_calls_keep_no_memory test_workspace_is_bounded \
+    test_same_input_same_bits)
+# Tests of one file, so not PARALLEL. A process that a sanitizer ends counts as a failed test.
+SANITIZE_PARALLEL ?= --numprocesses auto --maxprocesses 8
 
 VENV   := .venv
 STAMPS := $(VENV)/stamps
@@ -26,13 +31,42 @@ EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --e
 NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test integrations test-integrations bench bench-training lint format sanitize gpu-check cuda-build dist clean nvcc FORCE
+.PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training lint format sanitize gpu gpu-check \
+    cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/extension
 
 test: $(STAMPS)/extension $(STAMPS)/test
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(PYTEST_ARGS)
+
+# The suite with another torch, from a copy of the sources and in a venv of their own, so that .venv and what was built for
+# it stay as they are: make test-torch TORCH=torch==2.9.1 PYTHON=python3.13 TRITON=triton==3.5.1
+# Without TRITON on the command line it runs without triton: each torch wants its own.
+GIVEN_TRITON   = $(if $(filter command environment,$(firstword $(origin TRITON))),$(TRITON))
+UPGRADE       ?= torch==2.9.1
+OTHER_NAME     = $(subst $() ,-,$(strip $(subst ==,-,$(TORCH) $(GIVEN_TRITON)) $(notdir $(PYTHON))))
+OTHER_VENV     = $(CURDIR)/.venv-$(OTHER_NAME)
+OTHER_PY       = $(OTHER_VENV)/bin/python
+OTHER_PIP      = $(OTHER_PY) -m pip --quiet --disable-pip-version-check
+OTHER_FOLDER   = build/$(OTHER_NAME)
+
+test-torch:
+	test -x $(OTHER_PY) || $(PYTHON) -m venv $(OTHER_VENV)
+	rm -rf $(OTHER_FOLDER)/sources
+	mkdir -p $(OTHER_FOLDER)/sources
+	git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- --ignore-failed-read \
+	    | tar --extract --directory=$(OTHER_FOLDER)/sources
+	$(OTHER_PIP) install '$(TORCH)' $(BUILD_TOOLS)
+	cd $(OTHER_FOLDER)/sources && OCNN_FUSED_BUILD_EXTENSION=0 $(OTHER_PIP) install --no-build-isolation \
+	    --editable '.[test]' $(GIVEN_TRITON)
+	cd $(OTHER_FOLDER)/sources && $(OTHER_PY) setup.py --quiet build_ext --inplace --build-temp ../objects
+	cd $(OTHER_FOLDER)/sources && OMP_NUM_THREADS=1 $(OTHER_PY) -m pytest tests $(PARALLEL) $(PYTEST_ARGS)
+
+# Which lines of the package the tests execute; what only child processes execute counts as missed.
+coverage: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/coverage
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) --cov=ocnn_fused --cov-report=term-missing:skip-covered \
+	    --cov-report=html:build/coverage $(PYTEST_ARGS)
 
 # Installs Lightning, transformers and Accelerate; without them `make test` skips its part that needs them.
 integrations: $(STAMPS)/integrations
@@ -41,6 +75,17 @@ integrations: $(STAMPS)/integrations
 test-integrations: $(STAMPS)/extension $(STAMPS)/integrations
 	$(PY) -m pytest tests/integrations $(PYTEST_ARGS)
 
+# Networks of timm, diffusers and peft against the definition. timm requires torchvision, of which there may be no build
+# for the torch in use; its networks do without.
+test-zoo: $(STAMPS)/extension $(STAMPS)/zoo
+	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations -k "timm or diffusers or peft" $(PYTEST_ARGS)
+
+# Another torch where one was used before: both are real, and every object must be compiled again for the second.
+test-upgrade: $(STAMPS)/extension $(STAMPS)/test
+	test -x $(OTHER_PY) || $(PYTHON) -m venv $(OTHER_VENV)
+	$(OTHER_PIP) install '$(UPGRADE)' numpy
+	OCNN_FUSED_TEST_OTHER_PYTHON=$(OTHER_PY) $(PY) -m pytest tests/test_upgrade.py $(PYTEST_ARGS)
+
 bench: $(STAMPS)/extension $(STAMPS)/bench
 	$(PY) benchmarks/compare.py $(BENCH_ARGS)
 
@@ -48,7 +93,7 @@ bench: $(STAMPS)/extension $(STAMPS)/bench
 bench-training: $(STAMPS)/extension $(STAMPS)/bench
 	$(PY) benchmarks/training_overhead.py $(BENCH_ARGS)
 
-lint: $(STAMPS)/dev
+lint: $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/bench
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -64,7 +109,9 @@ format: $(STAMPS)/dev
 # libstdc++ is preloaded too, because the sanitizers look for its __cxa_throw before torch has loaded it.
 SANITIZED := build/sanitize/lib
 PRELOAD    = $$(for name in asan ubsan stdc++; do $${CXX:-g++} -print-file-name=lib$$name.so; done | paste -sd:)
-CHECKED    = env LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 $(CURDIR)/$(PY)
+# Two threads, so that work is divided; they must not spin, because the processes share the cores.
+CHECKED    = env LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1 \
+    OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(CURDIR)/$(PY)
 
 sanitize: $(STAMPS)/test
 	OCNN_FUSED_SANITIZE=$(SANITIZERS) $(PY) setup.py --quiet \
@@ -72,12 +119,17 @@ sanitize: $(STAMPS)/test
 	cd $(SANITIZED) && $(CHECKED) -c \
 	    'from ocnn_fused._extension import *; assert module and "-fsanitize=$(SANITIZERS)" in build_info["flags"]'
 	cd $(SANITIZED) && $(CHECKED) -m pytest --capture=sys --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) \
-	    $(addprefix $(CURDIR)/,$(SANITIZE_TESTS)) $(addprefix --deselect=,$(SANITIZE_SKIP)) $(PYTEST_ARGS)
+	    $(addprefix $(CURDIR)/,$(SANITIZE_TESTS)) $(addprefix --deselect=,$(SANITIZE_SKIP)) $(SANITIZE_PARALLEL) $(PYTEST_ARGS)
 
 # Compiles the Triton kernels for every supported GPU; needs none. About five minutes on two cores.
 gpu-check: $(STAMPS)/test
 	mkdir -p build
 	$(PY) tools/gpu_check.py --out build/gpu_check.md
+
+# For a machine with a GPU: check, tests, both benchmarks and the model, in one report to attach to an issue. TORCH names a
+# build with CUDA, for instance `make gpu TORCH=torch==2.14.1 TRITON=`: that one brings its own triton.
+gpu: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/bench
+	$(PY) tools/gpu_report.py --out build/gpu $(GPU_ARGS)
 
 # The extension with its CUDA backend, in a venv and a folder of its own; needs nvcc, but no GPU.
 CUDA_VENV  := .venv-cuda
@@ -109,8 +161,8 @@ dist:
 	build/dist/builder/bin/python tools/dist.py --user build/dist/user/bin/python --out dist
 
 clean:
-	rm -rf $(VENV) $(CUDA_VENV) build dist *.egg-info ocnn_fused/_C*.so ocnn_fused/build_info.json
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	rm -rf $(VENV) .venv-* build dist *.egg-info ocnn_fused/_C*.so ocnn_fused/build_info.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks .coverage
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMPS):
@@ -138,6 +190,11 @@ $(STAMPS)/test: $(STAMPS)/wanted-TRITON $(STAMPS)/package
 	$(EDITABLE) '.[test]' $(TRITON)
 	touch $@
 
-$(STAMPS)/bench $(STAMPS)/dev $(STAMPS)/integrations: $(STAMPS)/%: $(STAMPS)/package
+$(STAMPS)/bench $(STAMPS)/coverage $(STAMPS)/dev $(STAMPS)/integrations: $(STAMPS)/%: $(STAMPS)/package
 	$(EDITABLE) '.[$*]'
+	touch $@
+
+$(STAMPS)/zoo: $(STAMPS)/test
+	$(PIP) install diffusers peft 'transformers>=4.46' pyyaml safetensors huggingface_hub
+	$(PIP) install --no-deps timm
 	touch $@

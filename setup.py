@@ -11,10 +11,14 @@ Environment:
     MAX_JOBS=n                    compilers at once; by default as many as cores and memory allow
 """
 
+from __future__ import annotations
+
+import hashlib
 import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,7 +27,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import setuptools
+if sys.version_info < (3, 10):  # noqa: UP036  pip looks at pyproject.toml; `python setup.py` comes here
+    raise SystemExit(f"ocnn-fused needs Python 3.10 or newer, this is {platform.python_version()}")
+try:
+    import setuptools
+except ModuleNotFoundError:
+    raise SystemExit(
+        "ocnn-fused is built with setuptools, which is not installed: run `pip install 'setuptools>=77.0.3'` first"
+    ) from None
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -36,11 +47,22 @@ STANDARD = "-std=c++20"  # of our code; older versions of torch would ask for le
 WITHOUT_CUDA = "set OCNN_FUSED_CUDA=0 to build without the CUDA backend"
 
 
+#: Folders in which pip, build and uv make the environments that hide the user's packages from a build.
+ISOLATED = re.compile(r"pip-build-env-|build-env-|[/\\]builds-v\d")
+
+
 def require_tools() -> None:
     """End in one sentence if the environment cannot build the extension."""
+    if not find_spec("torch") and any(map(ISOLATED.search, [sys.prefix, *sys.path])):
+        raise SystemExit(
+            "ocnn-fused is compiled against the torch you use, and an isolated build hides it: run "
+            "`pip install --no-build-isolation .`, with torch, setuptools and ninja installed"
+        )
     missing = [] if find_spec("torch") else ["torch"]
     if int(setuptools.__version__.split(".")[0]) < 77:
         missing.append("'setuptools>=77.0.3'")
+    if not (shutil.which("ninja") or find_spec("ninja")):
+        missing.append("ninja")
     if missing:
         raise SystemExit(
             f"ocnn-fused is compiled against the torch you use, and this environment lacks {' and '.join(missing)}: "
@@ -107,8 +129,6 @@ def choose_toolkit() -> Toolkit | None:
             raise SystemExit(f"OCNN_FUSED_CUDA=1 asks for the CUDA backend, but {missing}") from None
         say(f"the CUDA backend is left out: {missing}")
         return None
-    except cuda_toolkit.Mismatch as mismatch:
-        raise SystemExit(f"{mismatch}; set CUDA_HOME to a toolkit that fits, or {WITHOUT_CUDA}") from None
 
 
 def find_fitting_toolkit() -> Toolkit:
@@ -239,11 +259,21 @@ def architecture_order(name: str) -> tuple[bool, int]:
     return kind == "compute", int(re.sub(r"\D", "", number))
 
 
+def identity(facts: dict[str, Any]) -> str:
+    """Equal for builds whose objects fit together: ninja compares files and commands, but not torch's headers."""
+    return hashlib.sha256(json.dumps({**facts, "version": None}, sort_keys=True).encode()).hexdigest()[:12]
+
+
 def build_command(facts: dict[str, Any]) -> Any:
     """torch's build_ext, which then writes build_info.json next to the module."""
     from torch.utils.cpp_extension import BuildExtension
 
     class Build(BuildExtension.with_options(use_ninja=True)):  # type: ignore[misc]
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.build_temp = os.path.join(self.build_temp, identity(facts))
+            self.force = True  # setuptools would keep a module that is newer than our sources; ninja knows better
+
         def run(self) -> None:
             super().run()
             module = Path(self.get_ext_fullpath("ocnn_fused._C"))
@@ -254,7 +284,10 @@ def build_command(facts: dict[str, Any]) -> Any:
 
 def arguments() -> dict[str, Any]:
     """What setup() needs beyond pyproject.toml."""
-    if os.environ.get("OCNN_FUSED_BUILD_EXTENSION", "1") == "0":
+    wanted = os.environ.get("OCNN_FUSED_BUILD_EXTENSION", "1")
+    if wanted not in ("0", "1"):
+        raise SystemExit(f"OCNN_FUSED_BUILD_EXTENSION must be 0 or 1, got {wanted!r}")
+    if wanted == "0":
         return {}
     require_tools()
     limit_jobs()

@@ -14,27 +14,19 @@ from shapes import Layer
 from steps import Settings
 from torch import Tensor
 
-from ocnn_fused.backends import BACKENDS, choose
+from ocnn_fused import engine
 from ocnn_fused.backends.lowering import batches
-from ocnn_fused.backends.triton.config import resolve_precision
-from ocnn_fused.backends.triton.model import choose_plan, spec_of
-from ocnn_fused.ops import plan_for
-from ocnn_fused.plan import Plan, Run
+from ocnn_fused.plan import AnyPlan, FourierPlan, Plan, Run
+from ocnn_fused.problem import DEFAULT_OPTIONS
 
 Product = tuple[Tensor, Tensor, Tensor]  # left, right, out
 
 
-def plan_of(layer: Layer, settings: Settings) -> Plan:
+def plan_of(layer: Layer, settings: Settings) -> AnyPlan:
     """The plan that the fused call chooses for this layer."""
-    axes, device = len(layer.shape) - 2, torch.device(settings.device)
-    every_lag, backend = [-1] * axes, choose(device)
-    plan = plan_for(
-        layer.shape, [layer.stride] * axes, [layer.dilation] * axes, every_lag, layer.groups, "auto", backend
-    )
-    if backend is BACKENDS["triton"]:  # which chooses again, when it knows the device
-        spec = spec_of(device)
-        plan = choose_plan(plan, spec, spec.native_precision(resolve_precision(None)))
-    return plan
+    device = torch.device(settings.device)
+    options = engine.resolve(DEFAULT_OPTIONS, device).of(layer.problem)
+    return engine.choose(layer.problem, settings.dtype, device, options).plan
 
 
 def _run_products(plan: Plan, run: Run, gradient: bool, make: Callable[..., Tensor]) -> list[Product]:
@@ -57,6 +49,14 @@ def _run_products(plan: Plan, run: Run, gradient: bool, make: Callable[..., Tens
     return products
 
 
+def _fourier_products(plan: FourierPlan, gradient: bool, make: Callable[..., Tensor]) -> list[Product]:
+    """Two products of every frequency, and three for the gradient."""
+    batch, side, length = plan.frequencies * plan.groups, plan.work_rows, plan.contraction
+    left, right, residual = make(batch, side, length), make(batch, side, length), make(batch, side, side)
+    products = [(left, right.mT, residual), (left, left.mT, residual)]
+    return products + [(make(batch, side, side), left, right)] * (3 if gradient else 0)
+
+
 def products_of(layers: Sequence[Layer], settings: Settings) -> list[Product]:
     """Every batched product of the layers' plans, with operands of its own; repeated layers share theirs.
 
@@ -70,8 +70,11 @@ def products_of(layers: Sequence[Layer], settings: Settings) -> list[Product]:
     products: list[Product] = []
     for layer in layers:
         plan = plan_of(layer, settings)
-        runs = () if plan.small else batches(plan).runs
-        own = [product for run in runs for product in _run_products(plan, run, settings.gradient, make)]
+        if isinstance(plan, FourierPlan):
+            own = _fourier_products(plan, settings.gradient, make)
+        else:
+            runs = () if plan.small else batches(plan).runs
+            own = [product for run in runs for product in _run_products(plan, run, settings.gradient, make)]
         products += own * layer.count
     return products
 

@@ -4,8 +4,9 @@ Run it as one of::
 
     python benchmarks/compare.py                          the shapes with targets, then ResNet-34
     python benchmarks/compare.py --network vgg16 dcgan    these networks
-    python benchmarks/compare.py --network all --quick    everything, roughly
-    python benchmarks/compare.py --device cuda            on a GPU, eager and as CUDA graphs
+    python benchmarks/compare.py --network all --quick    every network, quickly and roughly
+    python benchmarks/compare.py --device cpu             not on the GPU, which is measured where there is one
+    python benchmarks/compare.py --panels                 the CPU backend's own products against the BLAS, nothing else
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from time import perf_counter
 import torch
 from bound import plan_of, products_of, run_products
 from memory import peak_extra_bytes
+from panels import table
 from report import LEGEND, Result, Section, Sum, draw, machine, text, verdict, write_csv, write_markdown
 from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer
 from steps import (
@@ -31,12 +33,12 @@ from steps import (
     check_step,
     expand,
     make_weights,
+    results_folder,
     run_step,
+    usual_device,
 )
 from timing import EAGER, Disturbance, Effort, Timer, interleave, make_timer
 from tqdm import tqdm
-
-RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class Comparison:
@@ -154,19 +156,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", nargs="+", choices=[*NETWORKS, "all"], help="networks to measure")
     parser.add_argument("--shapes", action="store_true", help="measure the single shapes with targets")
+    parser.add_argument("--panels", action="store_true", help="compare panels with the BLAS instead (CPU only)")
     parser.add_argument("--loss-only", action="store_true", help="measure the loss without its gradient")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
-    parser.add_argument("--device", default="cpu", help="device of the weights, cpu or cuda (default: cpu)")
+    parser.add_argument("--device", help="device of the weights, cpu or cuda (default: cuda where there is a GPU)")
     parser.add_argument(
         "--precision", choices=PRECISIONS, default="highest", help="torch's float32 matmul precision (default: highest)"
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="time for the rounds of one row (default: 4)")
-    parser.add_argument("--repeats", type=int, help="exact number of rounds per row instead of --seconds")
-    parser.add_argument("--quick", action="store_true", help="two rounds per row at least, half a second, no memory")
+    parser.add_argument("--seconds", type=float, default=4.0, help="seconds to spend on each row (default: 4)")
+    parser.add_argument("--repeats", type=int, help="exact number of rounds per row, instead of --seconds")
+    parser.add_argument("--quick", action="store_true", help="half a second and at least two rounds per row, no memory")
     parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="directory for markdown, CSV and picture")
+    parser.add_argument("--out", type=Path, help="folder for the markdown, the CSV and the picture")
     options = parser.parse_args(arguments)
+    options.device = options.device or ("cpu" if options.panels else usual_device())
+    options.out = options.out or results_folder(options.device)
+    if options.panels and options.device != "cpu":
+        parser.error("--panels is about the CPU")
     if not options.network and not options.shapes:
         options.network, options.shapes = ["resnet34"], True
     options.network = list(NETWORKS) if "all" in (options.network or ()) else options.network or []
@@ -177,6 +184,13 @@ def effort_of(options: argparse.Namespace) -> Effort:
     if options.repeats:
         return Effort.exactly(options.repeats)
     return Effort(0.5, min_rounds=2) if options.quick else Effort(options.seconds)
+
+
+def layers_of(options: argparse.Namespace) -> list[Layer]:
+    """Every distinct layer that the options ask for."""
+    every = [target.layer for target in TARGETS] if options.shapes else []
+    every += [layer for name in options.network for layer in NETWORKS[name]]
+    return list({layer.geometry: layer for layer in every}.values())
 
 
 def measure(options: argparse.Namespace, settings: Settings, timer: Timer) -> list[Section]:
@@ -206,6 +220,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         timer = make_timer(settings.device)
         print(", ".join(f"{key}: {value}" for key, value in machine(settings).items()), flush=True)
+        if options.panels:
+            print(f"\n{table(layers_of(options), settings, effort_of(options), timer)}")
+            return
         sections = measure(options, settings, timer)
     except (WrongResultError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error

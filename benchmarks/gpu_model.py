@@ -17,19 +17,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
 from shapes import NETWORKS, Layer
 
-from ocnn_fused.backends.triton.model import (
-    ADDED_BARRIERS,
-    GPU_RATES,
-    SINGLE_LOSS,
-    SPECS,
-    DeviceSpec,
-    choose_plan,
-    plan_seconds,
-    prefer_single,
-)
-from ocnn_fused.plan import Plan, make_plan, reduce_axis
+from ocnn_fused import engine
+from ocnn_fused.backends.device import SPECS, DeviceSpec
+from ocnn_fused.backends.model import plan_seconds
+from ocnn_fused.backends.triton.config import ADDED_BARRIERS, SINGLE_LOSS, prefer_single
+from ocnn_fused.plan import Plan, candidates
+from ocnn_fused.problem import Options, Precision
 
 DEVICES = ("A100", "H100", "RTX 4090", "GTX 1080 Ti")
 
@@ -62,14 +58,9 @@ class Modelled:
         return self.reference / self.fused
 
 
-def plan_of(layer: Layer) -> Plan:
-    axes = tuple(reduce_axis(k, layer.stride, layer.dilation) for k in layer.shape[2:])
-    return make_plan(layer.shape[0] // layer.groups, layer.shape[1], axes, layer.groups, "auto", GPU_RATES)
-
-
-def reference_seconds(layer: Layer, spec: DeviceSpec, precision: str) -> float:
+def reference_seconds(layer: Layer, spec: DeviceSpec, precision: Precision) -> float:
     """``F.conv2d`` of the kernel with itself and autograd, zero padding computed as cuDNN's implicit GEMM does."""
-    plan = plan_of(layer)
+    plan = candidates(layer.problem)[0]  # any of them: only the layer counts
     positions = prod(2 * axis.lags + 1 for axis in plan.axes)
     output_bytes = 4 * plan.groups * plan.rows**2 * positions
     weight_bytes = 4 * prod(layer.shape)
@@ -78,13 +69,16 @@ def reference_seconds(layer: Layer, spec: DeviceSpec, precision: str) -> float:
     return products + traffic + REFERENCE_LAUNCHES * spec.launch
 
 
-def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> tuple[float, int]:
+def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) -> tuple[float, int]:
     """All layers in one call, and the number of launches.
 
     The stages' work, five launches or one with its barriers; and backward, which multiplies the gradient of each weight
     by the incoming one in a launch of its own.
     """
-    plans = [choose_plan(plan_of(layer), spec, precision) for layer in layers for _ in range(layer.count)]
+    options = Options(backend="triton", precision=precision)
+    chosen = [engine.choose(layer.problem, torch.float32, spec.name, options).plan for layer in layers]
+    counted = zip(layers, chosen, strict=True)
+    plans = [plan for layer, plan in counted for _ in range(layer.count) if isinstance(plan, Plan)]
     work = sum(plan_seconds(plan, spec, precision) for plan in plans)
     weight_bytes = sum(4 * prod(layer.shape) * layer.count for layer in layers)
     backward = len(plans) * spec.launch + 2 * weight_bytes / spec.bandwidth
@@ -94,15 +88,15 @@ def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> 
     return work + STAGED_LAUNCHES * spec.launch + backward, STAGED_LAUNCHES + len(plans)
 
 
-def model(layers: Sequence[Layer], spec: DeviceSpec, precision: str) -> Modelled:
+def model(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) -> Modelled:
     precision = spec.native_precision(precision)
     reference = sum(layer.count * reference_seconds(layer, spec, precision) for layer in layers)
     return Modelled(reference, *fused_seconds(layers, spec, precision))
 
 
-def network_table(precision: str) -> str:
+def network_table(precision: Precision) -> str:
     lines = [
-        f"Modelled, not measured: one loss with its gradient over all layers, products in {precision}.",
+        f"Modelled, not measured: loss and gradient of all layers in one call, matrix products in {precision}.",
         "",
         "| network | device | reference, modelled ms | fused, modelled ms | modelled ratio | launches |",
         "|---|---|---|---|---|---|",
@@ -117,11 +111,11 @@ def network_table(precision: str) -> str:
     return "\n".join(lines)
 
 
-def overhead_table(precision: str) -> str:
+def overhead_table(precision: Precision) -> str:
     """The paper's setting: all 3x3 and 1x1 convolutions of ResNet-34, every lag, one loss per training step."""
     layers = [layer for layer in NETWORKS["resnet34"] if layer.shape[-1] in (1, 3)]
     lines = [
-        f"Modelled, not measured: ResNet-34, batch {BATCH}, 224x224, products in {precision}.",
+        f"Modelled, not measured: ResNet-34, batch {BATCH}, 224x224, matrix products in {precision}.",
         "",
         "| device | training step, modelled ms | reference adds, modelled | fused adds, modelled |",
         "|---|---|---|---|",

@@ -17,7 +17,7 @@ import ocnn_fused
 from ocnn_fused.backends import choose
 
 MEGABYTE = 1e6
-#: Above this share of the machine used by others, times are not to be trusted.
+#: If other processes use more than this share of the CPU, times are not to be trusted.
 DISTURBED = 0.05
 REFERENCE_COLOUR, LAYER_COLOUR, TOTAL_COLOUR = "#9a9a9a", "#4c78a8", "#e4572e"
 
@@ -62,7 +62,7 @@ class Result:
             missed.append(f"{self.share:.0%} of the bound, target {self.target_share:.0%}")
         reference, fused = self.memory.get("reference"), self.memory.get("fused")
         if reference is not None and fused is not None and fused > reference + RESOLUTION:
-            missed.append(f"peak memory {fused / MEGABYTE:.1f} MB, the reference {reference / MEGABYTE:.1f} MB")
+            missed.append(f"peak memory {fused / MEGABYTE:.1f} MB, reference {reference / MEGABYTE:.1f} MB")
         return missed
 
 
@@ -108,7 +108,7 @@ def machine(settings: Settings) -> dict[str, str]:
         "cpu": _cpu_model(),
         "torch": torch.__version__,
         "ocnn_fused": ocnn_fused.__version__,
-        "backend": choose(torch.device(settings.device)).__name__.rpartition(".")[2],
+        "backend": choose(torch.device(settings.device)),
         "threads": str(settings.threads),
         "dtype": settings.dtype_name if on_cpu else f"{settings.dtype_name} (precision {settings.precision})",
         "measured": "loss and gradient" if settings.gradient else "loss only",
@@ -133,9 +133,11 @@ HEADER = (
 )  # fmt: skip
 
 LEGEND = (
-    "Times are medians; speed-up is reference over fused, of minima is the same for the fastest samples.\n"
-    "bound: the speed-up if the plan's products, by the BLAS, were all there is; share: how much of it is reached.\n"
-    "MB: peak extra memory of one step. Met: at least as fast and small as the reference, and any target named."
+    "Times are medians. speed-up: reference time / fused time; of minima: the same for the fastest samples.\n"
+    "bound: the speed-up if the plan's matrix products, done by the BLAS, were all the work; share: how much of it is\n"
+    "reached. MB: peak memory of one step beyond the weights. target: what the row should reach; every row should be\n"
+    "at least as fast as the reference and need no more memory. On a GPU, eager times contain the host's: Python and\n"
+    "launches that the device waits for. Times as CUDA graphs are the device's alone."
 )
 
 
@@ -204,16 +206,16 @@ def text(section: Section) -> str:
 
 
 def verdict(sections: Sequence[Section]) -> str:
-    """Which results fall short of their target, of the reference's speed or of its memory."""
+    """Which results miss their target, or the speed or the memory of the reference."""
     results = [result for section in sections for result in section.all_results]
     missed = [f"  {result.name}: {'; '.join(result.shortfalls())}" for result in results if result.shortfalls()]
-    lines = [f"{len(missed)} of {len(results)} rows fall short:" if missed else f"All {len(results)} rows are met."]
+    lines = [f"{len(missed)} of {len(results)} targets missed:" if missed else f"All {len(results)} targets met."]
     lines += dict.fromkeys(missed)  # a layer may stand in several sections
-    disturbed = [result.disturbance for result in results if (result.disturbance or 0) > DISTURBED]
+    disturbed = [share for result in results if (share := result.disturbance or 0.0) > DISTURBED]
     if disturbed:
         lines.append(
-            f"Others used up to {max(disturbed):.0%} of the machine during {len(disturbed)} of {len(results)} rows: "
-            "do not trust their times, repeat on a quiet machine."
+            f"Other processes used up to {max(disturbed):.0%} of the CPU during {len(disturbed)} of {len(results)} "
+            "rows; rerun on an idle machine."
         )
     return "\n".join(lines)
 
@@ -299,7 +301,7 @@ def draw(path: Path, sections: Sequence[Section], where: dict[str, str]) -> None
         axis.set_title(section.title, loc="left", fontsize=10, fontweight="bold")
         axis.spines[["top", "right", "left"]].set_visible(False)
         axis.tick_params(axis="y", length=0)
-    axes[-1, 0].set_xlabel("times faster than the reference (dashed: 1x)")
+    axes[-1, 0].set_xlabel("times faster than F.conv2d with autograd (dashed line: equally fast)")
     hardware = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
     setting = f"{hardware}, {where['dtype']}, torch {where['torch']}"
     figure.suptitle(f"Orthogonality loss, {where['measured']}\n{setting}", fontsize=11)

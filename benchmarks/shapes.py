@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 
+from ocnn_fused.problem import Problem, problem_of
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -26,6 +28,11 @@ class Layer:
     def geometry(self) -> tuple[tuple[int, ...], int, int, int]:
         """What decides the time: everything but the name and the count."""
         return self.shape, self.stride, self.groups, self.dilation
+
+    @property
+    def problem(self) -> Problem:
+        """Its orthogonality loss, with every lag."""
+        return problem_of(self.shape, self.stride, self.dilation, self.groups, None)
 
     @property
     def label(self) -> str:
@@ -181,6 +188,9 @@ TARGETS: tuple[Target, ...] = (
     Target(Layer("5x5", (128, 128, 5, 5)), 18.0),
     Target(Layer("discriminator", (512, 256, 4, 4), 2), 5.5),
     Target(Layer("stem", (64, 3, 7, 7), 2), 6.0),
+    Target(Layer("7x7 at 64", (64, 64, 7, 7)), 7.0),
+    Target(Layer("7x7 at 128", (128, 128, 7, 7)), 7.0),
+    Target(Layer("31x31", (8, 8, 31, 31)), 50.0),
 )
 
 
@@ -218,7 +228,7 @@ def wrong_tables() -> list[str]:
     """One sentence per table whose number of weights is not the published one; empty when all are right."""
     counted = {name: sum(layer.weights for layer in published.layers()) for name, published in PUBLISHED.items()}
     return [
-        f"{name}: {counted[name]:,} convolution weights, published {published.convolution_weights:,}"
+        f"{name}: the table has {counted[name]:,} convolution weights, published are {published.convolution_weights:,}"
         for name, published in PUBLISHED.items()
         if counted[name] != published.convolution_weights
     ]

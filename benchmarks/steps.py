@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -40,6 +41,17 @@ DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
 
 class WrongResultError(Exception):
     """The fused result differs from the reference, so its speed means nothing."""
+
+
+def usual_device() -> str:
+    """The GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def results_folder(device: str) -> Path:
+    """Where results of a device are kept unless another folder is named: those of GPUs apart."""
+    folder = Path(__file__).resolve().parent / "results"
+    return folder if device == "cpu" else folder / device.partition(":")[0]
 
 
 @dataclass(frozen=True)
@@ -143,11 +155,11 @@ def _difference(actual: Outcome, expected: Outcome, tolerances: tuple[float, flo
     for what, got, wanted, tolerance in zip(("loss", "gradient"), actual, expected, tolerances, strict=True):
         if got is None or wanted is None:
             if got is not wanted:
-                return f"the {what} is missing or should not be there"
+                return f"the {what} is missing, or there although it was not asked for"
             continue
         error = float((got.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
         if not error <= tolerance:  # also true of NaN
-            return f"the {what} is off by {error:.2e} (relative), allowed {tolerance:.0e}"
+            return f"the {what} is off by {error:.2e} (relative); {tolerance:.0e} is allowed"
     return None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,6 +17,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import compare
+import panels
 import pytest
 import steps
 import torch
@@ -24,9 +25,13 @@ import training_overhead
 from bound import plan_of, products_of
 from pytest_benchmark.fixture import BenchmarkFixture
 from report import Result, Section, verdict
-from shapes import NETWORKS, Layer, wrong_tables
+from shapes import NETWORKS, TARGETS, Layer, wrong_tables
 from steps import IMPLEMENTATIONS, Implementation, Settings, check_step, make_weights, run_step
 from timing import EAGER, GRAPH, CpuTimer, CudaTimer, Effort, Samples, interleave, make_timer
+from torch import Tensor
+
+from ocnn_fused import _extension
+from ocnn_fused.plan import Plan
 
 LAYERS = (
     Layer("stem", (64, 3, 7, 7), 2),
@@ -40,7 +45,7 @@ LAYERS = (
 
 
 @pytest.fixture(autouse=True)
-def _two_threads():
+def _two_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -71,7 +76,7 @@ def test_layers_are_distinct() -> None:
 def test_bound_does_all_products_of_the_plan(layer: Layer) -> None:
     plan = plan_of(layer, Settings())
     counted = sum(left.numel() * right.shape[-1] for left, right, _ in products_of([layer], Settings()))
-    assert counted == (0 if plan.small else plan.cost.multiply_adds)
+    assert counted == (0 if isinstance(plan, Plan) and plan.small else plan.work.multiply_adds)
 
 
 def test_a_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +90,7 @@ def test_a_missed_target_shows_although_the_layer_also_stands_without_one() -> N
     samples = {"reference": Samples([2.0]), "fused": Samples([1.0])}
     plain = Result("64x64x3x3", "layer1", 6, "toom/row", samples, {})
     report = verdict([Section("targets", [replace(plain, target_ratio=3.0)]), Section("network", [plain])])
-    assert "1 of 2 rows fall short" in report
+    assert "1 of 2 targets missed" in report
     assert "64x64x3x3: 2.00x, target 3x" in report
 
 
@@ -202,14 +207,14 @@ def test_every_mode_of_the_timer_has_its_section(monkeypatch: pytest.MonkeyPatch
     """A timer with two modes, here both on the CPU: rows are measured once, and told apart by their section."""
 
     class TwoModes(CpuTimer):
-        modes = (EAGER, GRAPH)
+        modes: tuple[str, ...] = (EAGER, GRAPH)
         prepared: ClassVar[Counter[str]] = Counter()
 
         def prepare(self, function: Callable[[], object], mode: str) -> Callable[[], object]:
             self.prepared[mode] += 1
             return function
 
-    monkeypatch.setattr(compare, "TARGETS", compare.TARGETS[:1])
+    monkeypatch.setattr(compare, "TARGETS", TARGETS[:1])
     options = compare.parse(["--shapes", "--repeats", "1", "--no-memory"])
     sections = compare.measure(options, Settings(), TwoModes())
     assert [section.title for section in sections] == [
@@ -218,6 +223,30 @@ def test_every_mode_of_the_timer_has_its_section(monkeypatch: pytest.MonkeyPatch
     ]
     assert TwoModes.prepared[EAGER] == TwoModes.prepared[GRAPH] == len(sections[0].results[0].samples)
     assert sections[0].results[0].samples["fused"] is not sections[1].results[0].samples["fused"]
+
+
+@pytest.mark.skipif(_extension.module is None, reason="the compiled backend is left out")
+def test_panels_and_the_blas_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    seen: list[bool] = []
+
+    def step(
+        implementation: Implementation, weights: Sequence[Tensor], layers: Sequence[Layer], gradient: bool
+    ) -> Sequence[Tensor]:
+        seen.append(panels_allowed())
+        return run_step(implementation, weights, layers, gradient)
+
+    monkeypatch.setattr(compare, "TARGETS", TARGETS[4:5])
+    monkeypatch.setattr(panels, "run_step", step)
+    compare.main(["--panels", "--shapes", "--repeats", "1"])
+    assert set(seen) == {True, False}
+    assert "| 64x64x3x3 |" in capsys.readouterr().out
+    assert panels_allowed()
+
+
+def panels_allowed() -> bool:
+    """Whether panels are allowed now."""
+    _extension.module.use_panels(before := _extension.module.use_panels(True))
+    return before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -1,5 +1,6 @@
 #include "autograd.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -19,9 +20,16 @@ struct Known {
   Geometry geometry;
 };
 
-DifferentiableGrads& differentiable_grads() {
-  static auto* formula = new DifferentiableGrads;  // never destroyed: Python may be gone by then
-  return *formula;
+// The gradients as functions of the weights.
+std::vector<at::Tensor> differentiable(const variable_list& weights, const std::vector<at::Tensor>& grads,
+                                       const c10::ivalue::TupleElements& geometry) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("ocnn_fused::orth_grad", "")
+          .typed<std::vector<at::Tensor>(at::TensorList, at::TensorList, at::IntArrayRef, at::IntArrayRef,
+                                         at::IntArrayRef, at::IntArrayRef, at::ArrayRef<double>)>();
+  return op.call(weights, grads, geometry[0].toIntVector(), geometry[1].toIntVector(), geometry[2].toIntVector(),
+                 geometry[3].toIntVector(), geometry[4].toDoubleVector());
 }
 
 // Whether vmap runs this backward (is_grads_batched), with several scales in one.
@@ -45,26 +53,23 @@ bool is_one(const at::Tensor& scale) {
 class OrthLoss : public torch::autograd::Function<OrthLoss> {
  public:
   static variable_list forward(AutogradContext* context, at::TensorList weights, Known* known) {
-    auto& [strides, dilations, paddings, groups] = known->geometry;
+    auto& [strides, dilations, paddings, groups, targets] = known->geometry;
     context->set_materialize_grads(false);
     context->save_for_backward(weights.vec());
     // Our own memory, not a part of the graph: hooks do not see it.
     context->saved_data["grads"] = std::move(known->grads);
-    context->saved_data["geometry"] =
-        std::make_tuple(std::move(strides), std::move(dilations), std::move(paddings), std::move(groups));
+    context->saved_data["geometry"] = std::make_tuple(std::move(strides), std::move(dilations), std::move(paddings),
+                                                      std::move(groups), std::move(targets));
     return std::move(known->losses);
   }
 
   static variable_list backward(AutogradContext* context, variable_list scales) {
     const variable_list weights = context->get_saved_variables();
-    std::vector<at::Tensor> grads;
+    std::vector<at::Tensor> grads = context->saved_data["grads"].toTensorVector();
     bool in_place = false;
     if (at::GradMode::is_enabled()) {
-      const auto lists = context->saved_data["geometry"].toTupleRef().elements();
-      grads = differentiable_grads()(
-          weights, {lists[0].toIntVector(), lists[1].toIntVector(), lists[2].toIntVector(), lists[3].toIntVector()});
+      grads = differentiable(weights, grads, context->saved_data["geometry"].toTupleRef().elements());
     } else {
-      grads = context->saved_data["grads"].toTensorVector();
       // Nobody asks again: scaling in place saves a copy of every gradient.
       in_place = !torch::autograd::get_current_graph_task_keep_graph() &&
                  std::none_of(scales.begin(), scales.end(), is_batched);
@@ -84,8 +89,6 @@ class OrthLoss : public torch::autograd::Function<OrthLoss> {
 };
 
 }  // namespace
-
-void set_differentiable_grads(DifferentiableGrads formula) { differentiable_grads() = std::move(formula); }
 
 std::vector<at::Tensor> attach(const std::vector<at::Tensor>& weights, std::vector<at::Tensor> losses,
                                std::vector<at::Tensor> grads, Geometry geometry) {

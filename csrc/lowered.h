@@ -1,8 +1,9 @@
 // A plan in the form in which compiled code takes it: whole numbers in one tensor, the entries of its matrices in
-// another. Written by ocnn_fused/backends/lowering.py, field by field in the order of `read_plan`. Without torch, so
-// that tests of GPU kernels can read it too.
+// another. Written by ocnn_fused/backends/lowering.py, field by field in the order of `read_plan` and what it calls.
+// Without torch, so that tests of GPU kernels can read it too.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -28,15 +29,18 @@ struct PlanPool {
   int64_t planes, residues;
 };
 
+// How a block takes an output: as it is stored, transposed, or either, because it is its own transpose.
+enum class OutputKind : int64_t { kStored, kTransposed, kSymmetric };
+
 struct PlanBlock {
   int64_t pool;
   int64_t planes, taps, residues;
   Position evaluation;  // constants (planes, taps), rows in the order of the axes' grid: the product of its axes
   std::vector<PlanAxis> axes;
   Position plane_of;  // (planes), in the order of the axes' grid: where each plane lies in the pool
-  // Outputs in the order of the axes' grid: 3 * output + (0 as stored, 1 transposed, 2 if it is its own transpose).
+  // In the order of the axes' grid: which output, and how, see OutputKind.
   int64_t outputs;
-  Position output_of;
+  Position output_of, output_kind;
   // Lags in the order of the axes' grid, counted over all lags of the plan; -1 if one is dropped.
   int64_t lags;
   Position lag_of;
@@ -53,8 +57,9 @@ struct LoweredPlan {
   int64_t groups;
   bool column, flat;
   int64_t outputs;
-  int64_t lags;  // zero and one of each pair t, -t: there are 2 * lags - 1 in all
-  int64_t offset;
+  int64_t lags;    // zero and one of each pair t, -t: there are 2 * lags - 1 in all
+  int64_t offset;  // see Plan.offset
+  double target;   // see Targets in views.h
   // Whole mix matrices, see Plan.symmetric, Plan.antisymmetric and Plan.adjoint: (lags, outputs), (lags - 1, outputs),
   // (outputs, lags), (outputs, lags - 1). All -1 where the outputs are the lags themselves.
   Position symmetric, antisymmetric, symmetric_t, antisymmetric_t;
@@ -67,6 +72,7 @@ struct LoweredPlan {
 // A plan for groups too small for matrix products: pairs of taps, sorted by lag, zero first.
 struct SmallPlan {
   int64_t groups, taps, lags, pairs;
+  double target;         // see Targets in views.h
   Position left, right;  // (pairs)
   Position lag_begin;    // (lags + 1), into the pairs
   // The same pairs sorted by tap, each once as left and once as right, for devices where a tap gathers its gradient.
@@ -85,6 +91,7 @@ class LayoutReader {
     return here;
   }
   int64_t take() { return numbers_[skip(1)]; }
+  double take_real() { return std::bit_cast<double>(take()); }
   void finish() const {
     if (at_ != size_) refuse("layout has " + std::to_string(size_ - at_) + " numbers too many");
   }
@@ -98,57 +105,58 @@ class LayoutReader {
   int64_t at_ = 0;
 };
 
-inline LoweredPlan read_plan(LayoutReader reader) {
-  const auto skip = [&](int64_t count) { return reader.skip(count); };
-  const auto take = [&] { return reader.take(); };
+// As many as the next number says.
+template <typename F>
+auto read_list(LayoutReader& reader, const F& read) {
+  std::vector<decltype(read(reader))> list(reader.take());
+  for (auto& element : list) element = read(reader);
+  return list;
+}
 
+// Fields in braces are evaluated from left to right.
+inline PlanPool read_pool(LayoutReader& reader) { return {reader.take(), reader.take()}; }
+inline PlanAxis read_axis(LayoutReader& reader) {
+  return {reader.take(), reader.take(), reader.take(), reader.take(), reader.take()};
+}
+
+inline PlanBlock read_block(LayoutReader& reader) {
+  PlanBlock block;
+  block.pool = reader.take();
+  block.planes = reader.take();
+  block.taps = reader.take();
+  block.residues = reader.take();
+  block.evaluation = reader.take();
+  block.axes = read_list(reader, read_axis);
+  block.plane_of = reader.skip(block.planes);
+  block.outputs = reader.take();
+  block.output_of = reader.skip(block.outputs);
+  block.output_kind = reader.skip(block.outputs);
+  block.lags = reader.take();
+  block.lag_of = reader.skip(block.lags);
+  block.sources = reader.skip(block.residues * block.taps);
+  return block;
+}
+
+inline PlanRun read_run(LayoutReader& reader) {
+  return {reader.take(), reader.take(), reader.take(), reader.take(), reader.take(), reader.take() != 0};
+}
+
+inline LoweredPlan read_plan(LayoutReader reader) {
   LoweredPlan plan;
-  plan.groups = take();
-  plan.column = take() != 0;
-  plan.flat = take() != 0;
-  plan.outputs = take();
-  plan.lags = take();
-  plan.offset = take();
-  plan.symmetric = take();
-  plan.antisymmetric = take();
-  plan.symmetric_t = take();
-  plan.antisymmetric_t = take();
-  plan.pools.resize(take());
-  for (PlanPool& pool : plan.pools) {
-    pool.planes = take();
-    pool.residues = take();
-  }
-  plan.blocks.resize(take());
-  for (PlanBlock& block : plan.blocks) {
-    block.pool = take();
-    block.planes = take();
-    block.taps = take();
-    block.residues = take();
-    block.evaluation = take();
-    block.axes.resize(take());
-    for (PlanAxis& axis : block.axes) {
-      axis.planes = take();
-      axis.taps = take();
-      axis.evaluation = take();
-      axis.outputs = take();
-      axis.mix = take();
-    }
-    block.plane_of = skip(block.planes);
-    block.outputs = take();
-    block.output_of = skip(block.outputs);
-    block.lags = take();
-    block.lag_of = skip(block.lags);
-    block.sources = skip(block.residues * block.taps);
-  }
-  plan.runs.resize(take());
-  for (PlanRun& run : plan.runs) {
-    run.pool = take();
-    run.left = take();
-    run.right = take();
-    run.out = take();
-    run.count = take();
-    run.summed = take() != 0;
-  }
+  plan.groups = reader.take();
+  plan.column = reader.take() != 0;
+  plan.flat = reader.take() != 0;
+  plan.outputs = reader.take();
+  plan.lags = reader.take();
+  plan.offset = reader.take();
+  plan.target = reader.take_real();
+  plan.symmetric = reader.take();
+  plan.antisymmetric = reader.take();
+  plan.symmetric_t = reader.take();
+  plan.antisymmetric_t = reader.take();
+  plan.pools = read_list(reader, read_pool);
+  plan.blocks = read_list(reader, read_block);
+  plan.runs = read_list(reader, read_run);
   reader.finish();
   return plan;
 }
@@ -159,6 +167,7 @@ inline SmallPlan read_small_plan(LayoutReader reader) {
   plan.taps = reader.take();
   plan.lags = reader.take();
   plan.pairs = reader.take();
+  plan.target = reader.take_real();
   plan.left = reader.skip(plan.pairs);
   plan.right = reader.skip(plan.pairs);
   plan.lag_begin = reader.skip(plan.lags + 1);

@@ -15,21 +15,20 @@
 #include <utility>
 #include <vector>
 
-#include "checks.h"
-#include "lowered.h"
+#include "plan_object.h"
 #include "views.h"
 
 namespace ocnn_fused {
 
-// Hands out cache-line aligned pieces of a workspace; with no memory it only measures.
+// Hands out cache-line aligned parts of a workspace; with no memory it only measures.
 class Arena {
  public:
   explicit Arena(char* memory = nullptr) : memory_(memory) {}
   template <typename T>
   T* take(int64_t elements) {
-    char* piece = memory_ == nullptr ? nullptr : memory_ + used_;
+    char* part = memory_ == nullptr ? nullptr : memory_ + used_;
     used_ += (elements * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-    return reinterpret_cast<T*>(piece);
+    return reinterpret_cast<T*>(part);
   }
   int64_t used() const { return used_; }
 
@@ -62,7 +61,8 @@ class Pipeline {
         flat_(plan.flat && std::is_same_v<S, T> && weights[0].is_contiguous() &&
               (grads.empty() || grads[0].is_contiguous()) &&
               (weights.size() == 1 || static_cast<int64_t>(weights[0].nbytes()) > Device::kCopiedBytes)),
-        pools_(plan.pools.size()) {
+        planes_(plan.pools.size()),
+        gradients_(plan.pools.size()) {
     int64_t products = 0;
     for (const PlanRun& run : plan.runs) {
       products += run.count;
@@ -73,17 +73,17 @@ class Pipeline {
     interleaved_ = sums_ && !plan.column;
   }
 
-  // Groups are handled in spans; a span of one group may also be cut along the contraction axis.
-  void run() {
+  // As many groups at once as memory allows; a single one may also be cut along the contraction axis.
+  void execute() {
     choose_chunks();
     Arena measure;
     lay_out(measure);
     const at::Tensor memory = device_.workspace(measure.used());
     Arena arena(static_cast<char*>(memory.data_ptr()));
     lay_out(arena);
-    for (group_ = 0; group_ < groups_; group_ += span_now_) {
-      // Where the planes are the weight itself a span must not reach into the next one.
-      span_now_ = std::min(span_, flat_ ? plan_.groups - group_ % plan_.groups : groups_ - group_);
+    for (group_ = 0; group_ < groups_; group_ += groups_now_) {
+      // Where the planes are the weight itself, groups of the next weight must wait.
+      groups_now_ = std::min(groups_at_once_, flat_ ? plan_.groups - group_ % plan_.groups : groups_ - group_);
       for (int64_t chunk = 0; chunk < chunks_; ++chunk) {
         select(chunk);
         evaluate();
@@ -101,10 +101,6 @@ class Pipeline {
   }
 
  private:
-  struct Pool {
-    Planes<T> planes{}, gradients{};
-  };
-
   bool with_grad() const { return !grads_.empty(); }
 
   void choose_chunks() {
@@ -114,12 +110,12 @@ class Pipeline {
       plane_bytes += 2 * size * pool.planes * pool.residues * rows_ * channels_;  // without gradient too: the same bits
     }
     const int64_t allowed = std::max(Device::kPlaneBytes, 2 * size * (2 * plan_.lags - 1) * rows_ * rows_);
-    span_ = std::clamp<int64_t>(allowed / (plane_bytes + size * plan_.outputs * side_ * side_), 1, groups_);
+    groups_at_once_ = std::clamp<int64_t>(allowed / (plane_bytes + size * plan_.outputs * side_ * side_), 1, groups_);
     // Several planes of one group are one contraction only if no other group lies between them.
-    if (sums_ && plan_.column) span_ = 1;
+    if (sums_ && plan_.column) groups_at_once_ = 1;
     const int64_t length = plan_.column ? rows_ : channels_;
     chunk_ = length;
-    if (span_ == 1 && !flat_ && plane_bytes > allowed) {
+    if (groups_at_once_ == 1 && !flat_ && plane_bytes > allowed) {
       const int64_t wanted = (plane_bytes + allowed - 1) / allowed;
       chunk_ = std::max((length + wanted - 1) / wanted, std::min(length, Device::kNarrowestChunk));
       chunk_ = (chunk_ + Device::kChunkMultiple - 1) / Device::kChunkMultiple * Device::kChunkMultiple;
@@ -128,12 +124,12 @@ class Pipeline {
   }
 
   void lay_out(Arena& arena) {
-    outputs_ = arena.template take<T>(plan_.outputs * span_ * side_ * side_);
+    outputs_ = arena.template take<T>(plan_.outputs * groups_at_once_ * side_ * side_);
     const int64_t area = plan_.column ? std::min(chunk_, rows_) * channels_ : rows_ * std::min(chunk_, channels_);
-    for (size_t p = 0; p < pools_.size(); ++p) {
-      const int64_t elements = flat_ ? 0 : plan_.pools[p].planes * plan_.pools[p].residues * span_ * area;
-      pools_[p].planes.data = arena.template take<T>(elements);
-      pools_[p].gradients.data = arena.template take<T>(with_grad() ? elements : 0);
+    for (size_t p = 0; p < planes_.size(); ++p) {
+      const int64_t elements = flat_ ? 0 : plan_.pools[p].planes * plan_.pools[p].residues * groups_at_once_ * area;
+      planes_[p].data = arena.template take<T>(elements);
+      gradients_[p].data = arena.template take<T>(with_grad() ? elements : 0);
     }
   }
 
@@ -141,8 +137,8 @@ class Pipeline {
   void point_at_weight() {
     if constexpr (std::is_same_v<S, T>) {
       const int64_t weight = group_ / plan_.groups, offset = group_ % plan_.groups * rows_ * weights_[0].stride(0);
-      pools_[0].planes.data = const_cast<T*>(weights_[weight].template const_data_ptr<T>()) + offset;  // only read
-      if (with_grad()) pools_[0].gradients.data = grads_[weight].template mutable_data_ptr<T>() + offset;
+      planes_[0].data = const_cast<T*>(weights_[weight].template const_data_ptr<T>()) + offset;  // only read
+      if (with_grad()) gradients_[0].data = grads_[weight].template mutable_data_ptr<T>() + offset;
     }
   }
 
@@ -151,39 +147,32 @@ class Pipeline {
     if (flat_) point_at_weight();
     const int64_t begin = chunk * chunk_, row = group_ * rows_;
     window_ = plan_.column ? Window{row + begin, row + std::min(begin + chunk_, rows_), 0, channels_}
-                           : Window{row, row + span_now_ * rows_, begin, std::min(begin + chunk_, channels_)};
-    if (plan_.column && chunks_ == 1) window_.row_end = row + span_now_ * rows_;
-    for (size_t p = 0; p < pools_.size(); ++p) {
+                           : Window{row, row + groups_now_ * rows_, begin, std::min(begin + chunk_, channels_)};
+    if (plan_.column && chunks_ == 1) window_.row_end = row + groups_now_ * rows_;
+    for (size_t p = 0; p < planes_.size(); ++p) {
       const int64_t width = plan_.pools[p].residues * window_.channels();
-      for (Planes<T>* planes : {&pools_[p].planes, &pools_[p].gradients}) {
+      for (Planes<T>* planes : {&planes_[p], &gradients_[p]}) {
         planes->plane_stride = interleaved_ ? width : window_.rows() * width;
         planes->row_stride = interleaved_ ? plan_.pools[p].planes * width : width;
       }
     }
   }
 
-  std::vector<Planes<T>> of_all_pools(Planes<T> Pool::* which) const {
-    std::vector<Planes<T>> result;
-    result.reserve(pools_.size());
-    for (const Pool& pool : pools_) result.push_back(pool.*which);
-    return result;
-  }
-
   void evaluate() {
     if (flat_) return;
     RECORD_FUNCTION("ocnn_fused::evaluate", {});
-    device_.evaluate(of_all_pools(&Pool::planes), window_);
+    device_.evaluate(planes_, window_);
   }
 
   void mix() {
     RECORD_FUNCTION("ocnn_fused::mix", {});
-    device_.mix(Outputs<T>{outputs_, span_now_, side_, group_}, with_grad());
+    device_.mix(Outputs<T>{outputs_, groups_now_, side_, group_}, with_grad());
   }
 
   void gather() {
     if (flat_) return;
     RECORD_FUNCTION("ocnn_fused::gather", {});
-    device_.gather(of_all_pools(&Pool::gradients), window_);
+    device_.gather(gradients_, window_);
   }
 
   at::Tensor wrap(T* data, at::IntArrayRef sizes, at::IntArrayRef strides) const {
@@ -195,23 +184,25 @@ class Pipeline {
         .make_tensor();
   }
 
-  // Planes [plane, plane + count) of a pool as one batch of matrices, oriented (gram side, contraction).
-  at::Tensor matrices(int64_t pool, const Planes<T>& planes, int64_t plane, int64_t count, bool summed) const {
+  // As many planes as the run has, from `plane` on, as one batch of matrices, oriented (gram side, contraction).
+  at::Tensor matrices(const PlanRun& run, const std::vector<Planes<T>>& all, int64_t plane) const {
+    const Planes<T>& planes = all[run.pool];
     T* first = planes.data + plane * planes.plane_stride;
-    const int64_t width = plan_.pools[pool].residues * window_.channels(), rows = window_.rows() / span_now_;
+    const int64_t width = plan_.pools[run.pool].residues * window_.channels(), rows = window_.rows() / groups_now_;
     if (plan_.column) {
-      const int64_t batch = summed ? span_now_ : count * span_now_, length = summed ? count * rows : rows;
+      const int64_t batch = run.summed ? groups_now_ : run.count * groups_now_;
+      const int64_t length = run.summed ? run.count * rows : rows;
       return wrap(first, {batch, width, length}, {length * width, 1, width});
     }
     if (interleaved_) {
-      return wrap(first, {span_now_, rows, count * width}, {rows * planes.row_stride, planes.row_stride, 1});
+      return wrap(first, {groups_now_, rows, run.count * width}, {rows * planes.row_stride, planes.row_stride, 1});
     }
-    return wrap(first, {count * span_now_, rows, width}, {rows * width, width, 1});
+    return wrap(first, {run.count * groups_now_, rows, width}, {rows * width, width, 1});
   }
 
-  at::Tensor outputs(int64_t out, int64_t count) const {
-    const int64_t area = side_ * side_;
-    return wrap(outputs_ + out * span_now_ * area, {count * span_now_, side_, side_}, {area, side_, 1});
+  at::Tensor outputs(const PlanRun& run) const {
+    const int64_t area = side_ * side_, count = run.summed ? 1 : run.count;
+    return wrap(outputs_ + run.out * groups_now_ * area, {count * groups_now_, side_, side_}, {area, side_, 1});
   }
 
   static void multiply(at::Tensor out, const at::Tensor& left, const at::Tensor& right, bool add) {
@@ -239,14 +230,11 @@ class Pipeline {
   void gram(bool add) {
     RECORD_FUNCTION("ocnn_fused::gram", {});
     if (accumulates_ && !add) {
-      device_.zero(outputs_, plan_.outputs * span_now_ * side_ * side_);
+      device_.zero(outputs_, plan_.outputs * groups_now_ * side_ * side_);
       add = true;
     }
     each_run([&](const PlanRun& run) {
-      const Planes<T>& planes = pools_[run.pool].planes;
-      multiply(outputs(run.out, run.summed ? 1 : run.count),
-               matrices(run.pool, planes, run.left, run.count, run.summed),
-               matrices(run.pool, planes, run.right, run.count, run.summed).transpose(1, 2), add);
+      multiply(outputs(run), matrices(run, planes_, run.left), matrices(run, planes_, run.right).transpose(1, 2), add);
     });
   }
 
@@ -261,19 +249,15 @@ class Pipeline {
 
   void apply() {
     RECORD_FUNCTION("ocnn_fused::apply", {});
-    for (size_t p = 0; accumulates_ && p < pools_.size(); ++p) {
+    for (size_t p = 0; accumulates_ && p < gradients_.size(); ++p) {
       const PlanPool& pool = plan_.pools[p];
-      device_.zero(pools_[p].gradients.data, pool.planes * pool.residues * window_.rows() * window_.channels());
+      device_.zero(gradients_[p].data, pool.planes * pool.residues * window_.rows() * window_.channels());
     }
     each_run([&](const PlanRun& run) {
-      const Pool& pool = pools_[run.pool];
-      const at::Tensor y = outputs(run.out, run.summed ? 1 : run.count);
-      const auto of = [&](const Planes<T>& planes, int64_t first) {
-        return matrices(run.pool, planes, first, run.count, run.summed);
-      };
-      multiply_planes(of(pool.gradients, run.left), y, of(pool.planes, run.right));
+      const at::Tensor y = outputs(run);
+      multiply_planes(matrices(run, gradients_, run.left), y, matrices(run, planes_, run.right));
       if (run.left == run.right) return;  // the output is its own transpose
-      multiply_planes(of(pool.gradients, run.right), y.transpose(1, 2), of(pool.planes, run.left));
+      multiply_planes(matrices(run, gradients_, run.right), y.transpose(1, 2), matrices(run, planes_, run.left));
     });
   }
 
@@ -283,12 +267,12 @@ class Pipeline {
   const int64_t rows_, channels_, groups_;  // per group, per group, of all weights
   const int64_t side_;
   const bool flat_;  // the weight itself serves as planes, unless several are so small that a copy of all is cheaper
-  std::vector<Pool> pools_;
+  std::vector<Planes<T>> planes_, gradients_;  // of all pools
   bool sums_ = false, accumulates_ = false, interleaved_ = false;
-  int64_t span_ = 1, chunk_ = 1, chunks_ = 1;
+  int64_t groups_at_once_ = 1, chunk_ = 1, chunks_ = 1;
   T* outputs_ = nullptr;
   // Where the pass is now.
-  int64_t group_ = 0, span_now_ = 1;
+  int64_t group_ = 0, groups_now_ = 1;
   Window window_{};
 };
 
@@ -319,20 +303,15 @@ auto dispatch(const at::Tensor& weight, const F& f) {
   }
 }
 
-using LossesAndGrads = std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>;
-
-inline LayoutReader reader_of(const at::Tensor& layout) {
-  TORCH_CHECK_VALUE(layout.device().is_cpu() && layout.scalar_type() == at::kLong && layout.is_contiguous(),
-                    "layout must be a contiguous int64 tensor on the CPU");
-  return {layout.const_data_ptr<int64_t>(), layout.numel()};
-}
-
 // What the ops check, and the gradients they return: uninitialised, or none.
 inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_t groups, bool with_grad) {
   TORCH_CHECK_VALUE(!weights.empty(), "weights must not be empty");
   std::vector<at::Tensor> grads;
   for (const at::Tensor& weight : weights) {
-    check_weight(weight, groups);
+    TORCH_CHECK_VALUE(weight.dim() >= 2, "weight must have at least 2 dimensions, got ", weight.dim());
+    TORCH_CHECK_VALUE(weight.numel() > 0, "weight must not be empty, got shape ", weight.sizes());
+    TORCH_CHECK_VALUE(groups > 0 && weight.size(0) % groups == 0,
+                      "groups must divide weight.size(0) = ", weight.size(0), ", got ", groups);
     TORCH_CHECK_VALUE(weight.sizes() == weights[0].sizes() && weight.strides() == weights[0].strides() &&
                           weight.scalar_type() == weights[0].scalar_type() && weight.device() == weights[0].device(),
                       "weights of one plan must have the same shape, strides, type and device");

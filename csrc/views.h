@@ -34,4 +34,28 @@ struct Outputs {
   int64_t groups, side, first_group;
 };
 
+// What one group's diagonal of lag 0 is compared with: a number, or nothing.
+template <typename T>
+struct Target {
+  T value;
+  bool ignored;
+  OCNN_FUSED_ANYWHERE T residual(T entry) const { return ignored ? T(0) : entry - value; }
+};
+
+// The same for all groups of some weights. `rule` is Problem.target in ocnn_fused/problem.py: positive is the target
+// itself, zero leaves it free (then there is one per group, the squared length of its filters on average), and a
+// negative number ignores the diagonal.
+template <typename T>
+struct Targets {
+  double rule;
+  const T* of_groups;  // null unless they are free
+  OCNN_FUSED_ANYWHERE bool are_free() const { return rule == 0; }
+  OCNN_FUSED_ANYWHERE Target<T> at(int64_t group) const {
+    return {of_groups == nullptr ? static_cast<T>(rule) : of_groups[group], rule < 0};
+  }
+  OCNN_FUSED_ANYWHERE Targets from(int64_t group) const {
+    return {rule, of_groups == nullptr ? nullptr : of_groups + group};
+  }
+};
+
 }  // namespace ocnn_fused

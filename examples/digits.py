@@ -5,6 +5,7 @@ layer, which is 1 for an orthogonal convolution::
 
     python examples/digits.py                        five seeds, some minutes
     python examples/digits.py --seeds 1 --epochs 3   a quick look
+    python examples/digits.py --ways penalty free projection --optimizer adamw --rates 0.003
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from multiprocessing import get_context
@@ -31,6 +32,7 @@ from ocnn_fused import OrthRegularizer
 
 FOLDS = 10  # a network learns from one of them and is tested on the nine others
 EPOCHS = 60
+CHOOSING_SEED = 100  # the first of those with which settings are chosen
 BATCH = 32
 
 
@@ -85,13 +87,29 @@ def singular_values(weight: Tensor, stride: int, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Settings:
-    """How a network is trained; weight 0 is the plain one."""
+    """How a network is trained; weight 0 is the plain one.
+
+    ``weight`` is lambda of the loss, with the target 1 or a free one, or the rate of the projection after every step.
+    """
 
     rate: float
     weight: float
+    way: str = "penalty"
+    optimizer: str = "sgd"
 
     def __str__(self) -> str:
-        return f"rate {self.rate:g}, {f'lambda {self.weight:g}' if self.weight else 'plain'}"
+        ways = {"penalty": "lambda", "free": "free scale, lambda", "projection": "projection"}
+        way = f"{ways[self.way]} {self.weight:g}" if self.weight else "plain"
+        return f"{'AdamW, ' if self.optimizer == 'adamw' else ''}rate {self.rate:g}, {way}"
+
+    @property
+    def plain(self) -> Settings:
+        return replace(self, weight=0.0, way="penalty")
+
+    def optimizer_of(self, model: nn.Module) -> torch.optim.Optimizer:
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(model.parameters(), lr=self.rate, weight_decay=1e-2)
+        return torch.optim.SGD(model.parameters(), lr=self.rate, momentum=0.9, weight_decay=1e-3)
 
 
 @dataclass(frozen=True)
@@ -102,22 +120,30 @@ class Outcome:
     condition: dict[str, float]  # largest over smallest singular value, by layer
 
 
-def train(settings: Settings, seed: int, fold: int, epochs: int = EPOCHS) -> Outcome:
-    """Train from scratch; the same seed and fold give the same images, first weights and batches with all settings."""
-    images, labels, *_ = digits()
+def train(settings: Settings, seed: int, fold: int, epochs: int = EPOCHS, choosing: bool = False) -> Outcome:
+    """Train from scratch; the same seed and fold give the same images, first weights and batches with all settings.
+
+    ``choosing`` takes the images on which settings are chosen.
+    """
+    images, labels = digits()[2:] if choosing else digits()[:2]
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed).split(images, labels)
     test, own = (torch.from_numpy(indices) for indices in list(folds)[fold])
     torch.manual_seed(FOLDS * seed + fold)
     model = DigitsNet()
-    reg = OrthRegularizer(model, weight=settings.weight) if settings.weight else lambda: 0.0
-    optimizer = torch.optim.SGD(model.parameters(), lr=settings.rate, momentum=0.9, weight_decay=1e-3)
+    target = "free" if settings.way == "free" else 1.0
+    reg = OrthRegularizer(model, weight=settings.weight, target=target) if settings.weight else None
+    optimizer = settings.optimizer_of(model)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     for _ in range(epochs):
         for batch in own[torch.randperm(len(own))].split(BATCH):
-            loss = F.cross_entropy(model(images[batch]), labels[batch]) + reg()
+            loss = F.cross_entropy(model(images[batch]), labels[batch])
+            if reg is not None and settings.way != "projection":
+                loss = loss + reg()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            if reg is not None and settings.way == "projection":
+                reg.project_(rate=settings.weight)
         schedule.step()
     model.eval()
     with torch.no_grad():
@@ -136,7 +162,7 @@ def spread(values: Sequence[float], pattern: str) -> str:
 
 
 def table(outcomes: Mapping[Settings, Sequence[Outcome]], folds: int = FOLDS) -> str:
-    """Markdown: every setting against the plain one of the same rate, of which it lists the outcomes seed by seed.
+    """Markdown: every setting against the plain one of the same optimiser and rate, and all outcomes seed by seed.
 
     Ratios are mean and standard deviation, with the least factor by which they fell in any training; the difference of
     the accuracies has its standard error.
@@ -146,16 +172,14 @@ def table(outcomes: Mapping[Settings, Sequence[Outcome]], folds: int = FOLDS) ->
         return [100 * outcome.accuracy for outcome in outcomes[settings]]
 
     def ratio(name: str, settings: Settings) -> str:
-        values, plain = (
-            [outcome.condition[name] for outcome in outcomes[s]] for s in (settings, Settings(settings.rate, 0.0))
-        )
+        values, plain = ([outcome.condition[name] for outcome in outcomes[s]] for s in (settings, settings.plain))
         fell = min(b / a for b, a in zip(plain, values, strict=True))
         return spread(values, ".2f") + (f" (at least {fell:.1f}x less)" if settings.weight else "")
 
     def difference(settings: Settings) -> str:
         if not settings.weight:
             return ""
-        plain = accuracies(Settings(settings.rate, 0.0))
+        plain = accuracies(settings.plain)
         differences = [a - b for a, b in zip(accuracies(settings), plain, strict=True)]
         error = stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else float("nan")
         better, worse = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
@@ -179,16 +203,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
     parser.add_argument("--rates", type=float, nargs="+", default=[0.1, 0.2], help="learning rates")
-    parser.add_argument("--weights", type=float, nargs="+", default=[0.01], help="lambdas")
+    parser.add_argument("--weights", type=float, nargs="+", default=[0.01], help="lambdas, or rates of the projection")
+    parser.add_argument("--ways", nargs="+", default=["penalty"], choices=["penalty", "free", "projection"])
+    parser.add_argument("--optimizer", default="sgd", choices=["sgd", "adamw"])
+    parser.add_argument("--choose", action="store_true", help="on the images set aside for that, with other seeds")
     parser.add_argument("--out", type=Path, help="markdown file to write")
     options = parser.parse_args(arguments)
-    outcomes: dict[Settings, list[Outcome]] = {
-        Settings(rate, weight): [] for rate, weight in product(options.rates, (0.0, *options.weights))
-    }
-    runs = list(product(range(options.seeds), range(FOLDS), outcomes))
+    outcomes: dict[Settings, list[Outcome]] = {}
+    for rate in options.rates:
+        outcomes[Settings(rate, 0.0, "penalty", options.optimizer)] = []
+        for way, weight in product(options.ways, options.weights):
+            outcomes[Settings(rate, weight, way, options.optimizer)] = []
+    first = CHOOSING_SEED if options.choose else 0
+    runs = list(product(range(first, first + options.seeds), range(FOLDS), outcomes))
     # The network is too small for two threads: rather two trainings at a time.
     with ProcessPoolExecutor(os.cpu_count(), get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        results = pool.map(train, *zip(*((s, seed, fold, options.epochs) for seed, fold, s in runs), strict=True))
+        each = ((s, seed, fold, options.epochs, options.choose) for seed, fold, s in runs)
+        results = pool.map(train, *zip(*each, strict=True))
         for (_, _, settings), outcome in zip(runs, tqdm(results, total=len(runs), unit="training"), strict=True):
             outcomes[settings].append(outcome)
     result = table(outcomes)

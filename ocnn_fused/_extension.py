@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import platform
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
+_HERE = Path(__file__).resolve().parent
 _REBUILD = "rebuild it with `pip install --no-build-isolation .`"
 
 
@@ -43,11 +46,23 @@ def _does_not_fit(why: str = "") -> str:
     return f"the compiled extension was built for {built_for()}, found {found}{why}: {_REBUILD}"
 
 
-def _not_found() -> str:
+def _not_found(elsewhere: Path | None = None) -> str:
     found = platform.python_version()
     if build_info and _release(build_info["python"]) != _release(found):
         return f"the compiled extension was built for Python {build_info['python']}, found Python {found}: {_REBUILD}"
+    shadowed = _shadowed() or elsewhere
+    if shadowed:
+        return (
+            f"the sources in {_HERE} were not compiled, and hide the package that is installed in "
+            f"{shadowed}: start Python in another folder, or compile them with `python setup.py build_ext --inplace`"
+        )
     return "the compiled extension is not built; run `pip install --no-build-isolation .` where torch is installed"
+
+
+def _shadowed() -> Path | None:
+    """Another copy of this package, further down in the search path, whose extension is built."""
+    copies = [Path(entry or ".").resolve() / _HERE.name for entry in sys.path]
+    return next((copy for copy in copies if copy != _HERE and any(copy.glob("_C.*"))), None)
 
 
 def _release(version: str) -> list[str]:
@@ -56,12 +71,19 @@ def _release(version: str) -> list[str]:
 
 
 def _load() -> tuple[Any, str | None]:
-    if os.environ.get("OCNN_FUSED_DISABLE_EXTENSION") == "1":
+    switch = os.environ.get("OCNN_FUSED_DISABLE_EXTENSION") or "0"
+    if switch not in ("0", "1"):
+        raise ValueError(f"OCNN_FUSED_DISABLE_EXTENSION must be 0 or 1, got {switch!r}")
+    if switch == "1":
         return None, "the compiled extension is switched off by OCNN_FUSED_DISABLE_EXTENSION=1"
     # torch's C++ interface changes with every minor release: what links may still compute nonsense.
     if build_info and _release(build_info["torch"]) != _release(torch.__version__):
         return None, _does_not_fit()
     try:
+        # An editable install offers its own module to every copy of the package, whatever their sources.
+        found = importlib.util.find_spec(f"{__package__}._C")
+        if found is not None and not Path(str(found.origin)).resolve().is_relative_to(_HERE):
+            return None, _not_found(Path(str(found.origin)).parent)
         return importlib.import_module(f"{__package__}._C"), None
     except ModuleNotFoundError as error:
         if error.name != f"{__package__}._C":

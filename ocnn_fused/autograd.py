@@ -1,135 +1,86 @@
-"""Autograd of ``ocnn_fused::orth_loss``: the gradient is computed together with the loss; backward only scales it.
+"""How the losses are differentiated: the gradient is computed together with the loss, and its derivative only if asked.
 
-Double backward is supported: when a graph of the backward is asked for (``create_graph=True``), the gradient is
-recomputed through the differentiable reference formula, which autograd can differentiate again, to any order.
+Every way to differentiate comes here: the ops have a derivative for autograd, for each level of ``torch.func`` and for
+``torch.compile``, which trace them, and a rule for ``vmap``. Plain tensors, that nobody but autograd looks at, skip the
+dispatcher; where they are computed by compiled code, csrc/autograd.cpp makes the node.
+
+First derivatives are the gradient: ``scale * grad`` backwards, ``<grad, tangent>`` forwards. ``orth_grad`` turns that
+gradient into a function of the weights whose derivative is the Hessian of the reference formula.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType
+from torch._functorch.autograd_function import VmapInfo
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
-from . import _extension, reference
-from .backends import default_name
-from .backends.lowering import Kind, kinds_of
-from .ops import _library, prepared, run
+from . import _extension, engine, ops, reference
+from .backends.job import Operand
+from .problem import (
+    Flat,
+    FlatProblems,
+    Options,
+    Problem,
+    flatten,
+    flatten_problems,
+    repeated,
+    repeated_problems,
+    unflatten,
+    unflatten_problems,
+)
 
-#: Whether the running backward keeps its graph (``retain_graph``); if PyTorch does not tell, assume that it does.
-_graph_is_kept = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
-
-
-def _is_batched(scale: Tensor | None) -> bool:
-    """Whether vmap runs this backward (``is_grads_batched``), with several scales in one."""
-    functorch = torch._C._functorch
-    return scale is not None and (functorch.is_batchedtensor(scale) or functorch.is_legacy_batchedtensor(scale))
-
-
-def _remember(ctx: Any, geometry: tuple[Any, ...], weights: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """What backward needs. The gradients are our own memory, not a part of the graph: hooks do not see them."""
-    ctx.geometry = geometry
-    ctx.grads = grads
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*weights)
-
-
-class OrthLoss(torch.autograd.Function):
-    """``losses = orth_loss(weights)``; saves the weights and their gradients.
-
-    ``geometry`` is what the op ``orth_loss_and_grad`` takes after the weights.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, geometry: tuple[Any, ...], *weights: Tensor) -> Any:  # type: ignore[override]
-        losses, grads = losses_and_grads(weights, *geometry)
-        _remember(ctx, geometry, weights, grads)
-        return tuple(losses)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        weights, grads = ctx.saved_tensors, ctx.grads
-        multiply: Callable[[Tensor, Tensor], Tensor] = torch.mul
-        if torch.is_grad_enabled():
-            grads = _differentiable_grads(weights, *ctx.geometry[:4])
-        elif not _graph_is_kept() and not any(map(_is_batched, grad_outputs)):
-            # Nobody asks again: scaling in place saves a copy of every gradient.
-            multiply, ctx.grads = Tensor.mul_, None
-        # The scales are 0-dim, so they do not promote the gradients' dtype.
-        return None, *(
-            multiply(grad, scale) if needed and scale is not None else None
-            for grad, scale, needed in zip(grads, grad_outputs[: len(weights)], ctx.needs_input_grad[1:], strict=True)
-        )
-
-
-class TransformableOrthLoss(OrthLoss):
-    """The same for ``torch.func`` transforms, which ask for a forward without context; PyTorch calls it more slowly."""
-
-    @staticmethod
-    def forward(geometry: tuple[Any, ...], *weights: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        losses, grads = torch.ops.ocnn_fused.orth_loss_and_grad.default(weights, *geometry)
-        return *losses, *grads
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        geometry, *weights = inputs
-        grads = output[len(weights) :]
-        ctx.mark_non_differentiable(*grads)
-        _remember(ctx, geometry, weights, grads)
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], geometry: tuple[Any, ...], *weights: Tensor) -> Any:
-        """A batch of weights is a longer list of weights."""
-        size = info.batch_size
-        batches = [
-            weight.unbind(dim) if dim is not None else (weight,) * size
-            for weight, dim in zip(weights, in_dims[1:], strict=True)
-        ]
-        repeated = (*(list(values) * size for values in geometry[:4]), *geometry[4:6], geometry[6] * size)
-        outputs = TransformableOrthLoss.apply(
-            repeated, *(weight for batch in zip(*batches, strict=True) for weight in batch)
-        )
-        count = len(weights)
-        losses, grads = outputs[: size * count], outputs[size * count :]
-        stacked = [torch.stack(of_all[index::count]) for of_all in (losses, grads) for index in range(count)]
-        return tuple(stacked), (0,) * (2 * count)
-
-
-def _differentiable_grads(
-    weights: Sequence[Tensor],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-    paddings: Sequence[int],
-    groups: Sequence[int],
-) -> list[Tensor]:
-    grads = []
-    begin = 0
-    for weight, group in zip(weights, groups, strict=True):
-        axes = slice(begin, begin + weight.dim() - 2)
-        begin = axes.stop
-        # -1 keeps every lag; a padding of the whole kernel's extent does the same.
-        padding = [
-            p if p >= 0 else s * d * k
-            for p, s, d, k in zip(paddings[axes], strides[axes], dilations[axes], weight.shape[2:], strict=True)
-        ]
-        with torch.autocast(weight.device.type, enabled=False):
-            exact = weight if weight.dtype == torch.float64 else weight.float()
-            loss = reference.orth_loss(exact, strides[axes], dilation=dilations[axes], groups=group, padding=padding)
-        (grad,) = torch.autograd.grad(loss, weight, create_graph=True) if weight.requires_grad else (weight,)
-        grads.append(grad)
-    return grads
-
-
-if _extension.module is not None:
-    _extension.module.set_differentiable_grads(_differentiable_grads)
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_COMPILED_CALL: type | tuple[()] = () if _extension.module is None else _extension.module.Call
+
+_orth_loss = torch.ops.ocnn_fused.orth_loss.default
+_orth_loss_and_grad = torch.ops.ocnn_fused.orth_loss_and_grad.default
+_orth_grad = torch.ops.ocnn_fused.orth_grad.default
 
 
-def _are_plain(weights: Sequence[Tensor]) -> bool:
-    """Whether nobody but autograd wants to see the ops: no subclass, mode, tracer or autocast.
+def orth_losses(weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options) -> Sequence[Tensor]:
+    """One 0-dim loss per weight, differentiable where a weight is."""
+    device, needs_grad = weights[0].device, torch.is_grad_enabled()
+    if torch.compiler.is_dynamo_compiling() or not _only_autograd_looks(weights):
+        return _orth_loss(weights, *flatten(problems, options))
+    operands = []
+    for weight in weights:
+        operands.append(Operand(weight.stride(), weight.dtype, needs_grad and weight.requires_grad))
+    resolved: Options | engine.Resolved = options
+    if device.type != "cpu" or options.backend is not None:
+        resolved = engine.resolve(options, device)
+    executable = engine.prepare(problems, tuple(operands), resolved, device)
+    if isinstance(executable, _COMPILED_CALL):
+        return executable.attached(weights)  # type: ignore[no-any-return, attr-defined]
+    with_grad = [operand.with_grad for operand in operands]
+    if any(with_grad):
+        return OrthLoss.apply(problems, options, with_grad, *weights)[: len(weights)]  # type: ignore[attr-defined]
+    return executable(weights)[0]
+
+
+def losses_and_grads(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options
+) -> tuple[list[Tensor], list[Tensor]]:
+    """One 0-dim loss and one gradient per weight, without a graph."""
+    with_grad = [True] * len(weights)
+    if torch.compiler.is_dynamo_compiling() or not _only_autograd_looks(weights):
+        return _orth_loss_and_grad(weights, with_grad, *flatten(problems, options))
+    return engine.losses_and_grads(weights, problems, options, with_grad)
+
+
+def _only_autograd_looks(weights: Sequence[Tensor]) -> bool:
+    """Whether no subclass, mode, tracer, transform, forward differentiation or autocast wants to see the ops.
 
     The dispatcher's way through Python costs as much as a small layer; plain tensors go without it.
     """
@@ -142,55 +93,251 @@ def _are_plain(weights: Sequence[Tensor]) -> bool:
         and not torch._C._len_torch_dispatch_stack()
         and not torch._C._len_torch_function_stack()
         and not torch._C._is_tracing()
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
         and not torch.is_autocast_enabled(device_type)
     )
 
 
-def losses_and_grads(weights: Sequence[Tensor], *geometry: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """One 0-dim loss and one gradient per weight, without a graph; ``geometry`` ends with ``with_grad``."""
-    compute = run if _are_plain(weights) else torch.ops.ocnn_fused.orth_loss_and_grad.default
-    return compute(weights, *geometry)
+# ----------------------------------------------------------------------------------------------------------------------
+# Derivatives of the ops
+# ----------------------------------------------------------------------------------------------------------------------
+
+# Each Function is the derivative at one level: the ops in its forward pass lead to the next one.
 
 
-def orth_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:
-    """One 0-dim loss per weight. ``torch.func`` transforms must see the Function itself, ``torch.compile`` one op."""
-    if not torch.compiler.is_compiling():
-        if torch._C._are_functorch_transforms_active():
-            return TransformableOrthLoss.apply((*geometry, [True] * len(weights)), *weights)[: len(weights)]
-        if _are_plain(weights):
-            return _plain_losses(weights, *geometry)
-    return torch.ops.ocnn_fused.orth_loss.default(weights, *geometry)
+@contextmanager
+def _next_level() -> Iterator[None]:
+    """Below this level's autograd. PyTorch forbids a Function to record, but further levels have to."""
+    with torch._C._AutoDispatchBelowAutograd(), torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
 
 
-def _plain_losses(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:
-    """The same as the op; where there is compiled code, it does what :class:`OrthLoss` does, with less overhead."""
-    if _extension.module is None:
-        return _orth_loss(weights, *geometry)
-    with_grad = [torch.is_grad_enabled() and weight.requires_grad for weight in weights]
-    return _with_graph(kinds_of(weights, with_grad), weights[0].device, default_name(), *geometry)(weights)
+class _LossContext(FunctionCtx):
+    problems: tuple[Problem, ...]
+    with_grad: Sequence[bool]
+    grads: Sequence[Tensor]  # our own memory, not a part of the graph: hooks do not see it
+    saved_tensors: tuple[Tensor, ...]
 
 
-@lru_cache(maxsize=1024)
-def _with_graph(
-    kinds: tuple[Kind, ...], device: torch.device, default_backend: str | None, *geometry: Any
-) -> Callable[[Sequence[Tensor]], Sequence[Tensor]]:
-    """What :func:`prepared` returns, made a function that returns the losses alone, differentiable where wanted."""
-    compute = prepared(kinds, device, default_backend, *geometry)
-    if not any(wanted for *_, wanted in kinds):
-        return lambda weights: compute(weights)[0]
-    lists = _extension.module.Geometry(*geometry[:4])
-    if isinstance(compute, _extension.module.Buckets):
-        return partial(compute.attached, lists)
-    return lambda weights: _extension.module.attach(weights, *compute(weights), lists)
+class OrthLoss(_SingleLevelFunction):
+    """``*losses, *grads = orth_loss_and_grad(weights)``; the gradients count as constants."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: _LossContext,
+        problems: tuple[Problem, ...],
+        options: Options,
+        with_grad: Sequence[bool],
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        with _next_level():
+            losses, grads = _orth_loss_and_grad(weights, with_grad, *flatten(problems, options))
+        ctx.problems, ctx.with_grad, ctx.grads = problems, with_grad, grads
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*weights)
+        ctx.mark_non_differentiable(*grads)
+        return *losses, *grads
+
+    @staticmethod
+    def backward(ctx: _LossContext, *scales: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weights, grads = ctx.saved_tensors, ctx.grads  # raises if the weights have changed, or the graph is freed
+        if torch.is_grad_enabled():  # a graph of this very backward is wanted
+            grads = _orth_grad(weights, grads, *flatten_problems(ctx.problems))
+        # The scales are 0-dim, so they do not promote the gradients' dtype.
+        return (
+            *(None, None, None),
+            *(
+                None if scale is None or not wanted else grad * scale
+                for grad, scale, wanted in zip(grads, scales, ctx.with_grad, strict=False)
+            ),
+        )
+
+    @staticmethod
+    def jvp(
+        ctx: _LossContext, _problems: None, _options: None, _with_grad: None, *tangents: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        # An output that is differentiable must get a tangent, if only zero.
+        along = [
+            grad.new_zeros((), dtype=_sum_dtype(grad))
+            if tangent is None
+            else torch.sum(grad * tangent, dtype=_sum_dtype(grad))
+            for grad, tangent in zip(ctx.grads, tangents, strict=True)
+        ]
+        return *along, *(None for _ in ctx.grads)
 
 
-def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> Sequence[Tensor]:
-    # With nothing to differentiate, only the loss is computed.
-    with_grad = [weight.requires_grad for weight in weights]
-    if torch.is_grad_enabled() and any(with_grad):
-        return list(OrthLoss.apply((*geometry, with_grad), *weights))
+class _GradContext(FunctionCtx):
+    problems: tuple[Problem, ...]
+    wanted: Sequence[bool]  # else there is no gradient
+    saved_tensors: tuple[Tensor, ...]
+
+
+class OrthGrad(_SingleLevelFunction):
+    """Known gradients as functions of the weights; the Hessian is symmetric, so both directions are one formula."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: _GradContext, problems: tuple[Problem, ...], *weights_and_grads: Tensor
+    ) -> tuple[Tensor, ...]:
+        count = len(problems)
+        weights, grads = weights_and_grads[:count], weights_and_grads[count:]
+        ctx.problems, ctx.wanted = problems, [grad.numel() > 0 for grad in grads]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*weights)
+        ctx.save_for_forward(*weights)
+        with _next_level():
+            return tuple(_orth_grad(weights, grads, *flatten_problems(problems)))
+
+    @staticmethod
+    def backward(ctx: _GradContext, *vectors: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        products = _hessian_products(ctx, vectors)
+        return None, *products, *(None for _ in products)
+
+    @staticmethod
+    def jvp(ctx: _GradContext, _problems: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
+        products = _hessian_products(ctx, tangents[: len(ctx.problems)])
+        return tuple(
+            (torch.zeros_like(weight) if wanted else weight.new_zeros(0)) if product is None else product
+            for weight, product, wanted in zip(ctx.saved_tensors, products, ctx.wanted, strict=True)
+        )
+
+
+def _sum_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _hessian_products(ctx: _GradContext, vectors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    products: list[Tensor | None] = []
+    for weight, vector, wanted, problem in zip(ctx.saved_tensors, vectors, ctx.wanted, ctx.problems, strict=True):
+        if vector is None or not wanted:
+            products.append(None)
+            continue
+        with torch.autocast(weight.device.type, enabled=False):
+            dtype = _sum_dtype(weight)
+            product = reference.hessian_product(weight.to(dtype), vector.to(dtype), **problem.geometry)
+        products.append(product.to(weight.dtype))
+    return products
+
+
+def _by_reference(weights: Sequence[Tensor], problems: Sequence[Problem]) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and gradients as ordinary PyTorch operations of the weights."""
+    losses, grads = [], []
+    for weight, problem in zip(weights, problems, strict=True):
+        with torch.autocast(weight.device.type, enabled=False):
+            exact = weight.to(_sum_dtype(weight))
+            losses.append(reference.orth_loss(exact, **problem.geometry))  # type: ignore[arg-type]
+            grads.append(reference.orth_grad(exact, **problem.geometry).to(weight.dtype))
+    return losses, grads
+
+
+def _differentiating_levels() -> list[TransformType]:
+    """The levels of ``torch.func`` that differentiate, the innermost last."""
+    if not torch._C._are_functorch_transforms_active():
+        return []
+    kinds = [interpreter.key() for interpreter in retrieve_all_functorch_interpreters()]
+    return [kind for kind in kinds if kind in (TransformType.Grad, TransformType.Jvp)]
+
+
+def _in_forward_mode(weights: Sequence[Tensor]) -> bool:
+    """Whether this level differentiates forwards."""
+    if torch._C._are_functorch_transforms_active():
+        return _differentiating_levels()[-1:] == [TransformType.Jvp]
+    return forward_ad._current_level >= 0 and any(_has_tangent(weight) for weight in weights)
+
+
+def _has_tangent(weight: Tensor) -> bool:
+    return forward_ad.unpack_dual(weight).tangent is not None
+
+
+def _forward_mode_is_nested(weights: Sequence[Tensor]) -> bool:
+    """Whether a forward derivative is itself to be differentiated, which PyTorch loses in a Function's jvp."""
+    if not _in_forward_mode(weights):
+        return False
+    return len(_differentiating_levels()) > 1 or any(weight.requires_grad for weight in weights)
+
+
+def _differentiate_loss_and_grad(
+    weights: Sequence[Tensor], with_grad: Sequence[bool], *flat: Unpack[Flat]
+) -> tuple[list[Tensor], list[Tensor]]:
+    problems, options = unflatten(weights, *flat)
+    if _forward_mode_is_nested(weights):
+        return _by_reference(weights, problems)
+    with enable_single_level_autograd_function():
+        outputs = OrthLoss.apply(problems, options, with_grad, *weights)  # type: ignore[attr-defined]
+    return list(outputs[: len(weights)]), list(outputs[len(weights) :])
+
+
+def _differentiate_loss(weights: Sequence[Tensor], *flat: Unpack[Flat]) -> list[Tensor]:
+    """With nothing to differentiate, only the loss is computed."""
+    forward = _in_forward_mode(weights)
+    with_grad = [forward or (torch.is_grad_enabled() and weight.requires_grad) for weight in weights]
+    if any(with_grad):
+        return _differentiate_loss_and_grad(weights, with_grad, *flat)[0]
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.ocnn_fused.orth_loss.default(weights, *geometry)
+        return _orth_loss(weights, *flat)
 
 
-_library.impl("orth_loss", _orth_loss, "Autograd")
+def _differentiate_grad(
+    weights: Sequence[Tensor], grads: Sequence[Tensor], *flat: Unpack[FlatProblems]
+) -> list[Tensor]:
+    problems = unflatten_problems(weights, *flat)
+    if _forward_mode_is_nested(weights):
+        return _by_reference(weights, problems)[1]
+    with enable_single_level_autograd_function():
+        return list(OrthGrad.apply(problems, *weights, *grads))  # type: ignore[attr-defined]
+
+
+ops.library.impl("orth_loss", _differentiate_loss, "Autograd")
+ops.library.impl("orth_loss_and_grad", _differentiate_loss_and_grad, "Autograd")
+ops.library.impl("orth_grad", _differentiate_grad, "Autograd")
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# vmap: a batch of weights is a longer list of weights
+# ----------------------------------------------------------------------------------------------------------------------
+
+_Dims = Sequence["int | None"]
+_Batched = tuple[list[Tensor], list[int]]
+
+
+def _unbatched(info: VmapInfo, dims: _Dims, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors of the first of the batch, then those of the second, and so on."""
+    batches = [
+        tensor.unbind(dim) if dim is not None else (tensor,) * info.batch_size
+        for tensor, dim in zip(tensors, dims, strict=True)
+    ]
+    return [tensor for each in zip(*batches, strict=True) for tensor in each]
+
+
+def _batched(info: VmapInfo, results: Sequence[Tensor]) -> _Batched:
+    count = len(results) // info.batch_size
+    return [torch.stack(list(results[index::count])) for index in range(count)], [0] * count
+
+
+@torch.library.register_vmap("ocnn_fused::orth_loss", lib=ops.library)
+def _(info: VmapInfo, in_dims: tuple[_Dims, ...], weights: Sequence[Tensor], *flat: Unpack[Flat]) -> _Batched:
+    many = _unbatched(info, in_dims[0], weights)
+    return _batched(info, _orth_loss(many, *repeated(info.batch_size, *flat)))
+
+
+@torch.library.register_vmap("ocnn_fused::orth_loss_and_grad", lib=ops.library)
+def _(
+    info: VmapInfo, in_dims: tuple[_Dims, ...], weights: Sequence[Tensor], wanted: Sequence[bool], *flat: Unpack[Flat]
+) -> tuple[tuple[list[Tensor], ...], tuple[list[int], ...]]:
+    many, flat = _unbatched(info, in_dims[0], weights), repeated(info.batch_size, *flat)
+    results = _orth_loss_and_grad(many, list(wanted) * info.batch_size, *flat)
+    lists, dims = zip(*(_batched(info, result) for result in results), strict=True)
+    return lists, dims
+
+
+@torch.library.register_vmap("ocnn_fused::orth_grad", lib=ops.library)
+def _(
+    info: VmapInfo,
+    in_dims: tuple[_Dims, ...],
+    weights: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    *flat: Unpack[FlatProblems],
+) -> _Batched:
+    many = (_unbatched(info, dims, tensors) for dims, tensors in zip(in_dims, (weights, grads), strict=False))
+    return _batched(info, _orth_grad(*many, *repeated_problems(info.batch_size, *flat)))

@@ -1,23 +1,22 @@
-"""The public functions: validate, and call the op that plans and computes."""
+"""The public functions: validate, and hand the problems on."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from . import backends, engine
 from .autograd import PLAIN_TYPES, orth_losses
-from .backends import BACKENDS, encode
-from .backends.triton.config import LAUNCHES, PRECISIONS
-from .plan import reduce_axis
+from .backends.triton.config import Config
+from .backends.triton.tune import search
+from .plan import Plan, check_side
+from .problem import DEFAULT_OPTIONS, IntOrTuple, Part, Problem, Target, options_of, problem_of
 from .reference import frobenius_norm
 
-IntOrTuple = int | Sequence[int]
-
-#: What the ops take after the weights: strides, dilations and paddings, flattened; groups; side; backend.
-Geometry = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], str, str]
+_Of = TypeVar("_Of")
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -29,6 +28,8 @@ def fused_orth_loss(
     dilation: IntOrTuple = 1,
     groups: int = 1,
     padding: IntOrTuple | None = None,
+    target: Target = 1,
+    part: Part = "all",
     squared: bool = True,
     side: str = "auto",
     backend: str | None = None,
@@ -37,11 +38,11 @@ def fused_orth_loss(
 ) -> Tensor:
     r"""Orthogonality loss of one layer, as a 0-dim tensor: loss and gradient in one pass.
 
-    .. math:: L = \sum_t \lVert Z_t - [t=0] I \rVert_F^2, \quad
+    .. math:: L = \sum_t \lVert Z_t - [t=0] a I \rVert_F^2, \quad
               Z_t[i, j] = \sum_c \sum_{u - v = t} K[i, c, u] K[j, c, v]
 
-    which is the paper's :math:`\lVert \mathrm{Conv}(K, K, padding=P, stride=S) - I_{r0} \rVert_F^2`; equal to
-    :func:`ocnn_fused.reference.orth_loss` up to rounding.
+    which at ``a = 1`` is the paper's :math:`\lVert \mathrm{Conv}(K, K, padding=P, stride=S) - I_{r0} \rVert_F^2`;
+    equal to :func:`ocnn_fused.reference.orth_loss` up to rounding.
 
     Args:
         weight: ``(M, C/groups, k1..kn)``, n from 0 (Linear) to 3 (Conv3d); float64, float32, bfloat16 or float16, any
@@ -49,30 +50,49 @@ def fused_orth_loss(
         stride, dilation: of the layer, an int or one per spatial axis.
         groups: of the layer; groups are independent and their losses add.
         padding: None keeps every lag (``floor((k-1)/S)*S``, the paper's); a smaller multiple of the stride keeps fewer.
+        target: the ``a`` above, the squared length that filters are to have: a positive number, or "free" for
+            orthogonality up to a factor: ``a = ||K||^2 / M`` of each group, the one that makes the loss least.
+        part: "off_diagonal" leaves out the diagonal of lag 0, so that filters may have any length; only the row side
+            serves.
         squared: False returns the Frobenius norm, whose gradient at zero is zero.
         side: "row" or "column" forces the Gram side that is worked on; the value is the same, the cost is not. On a
             side much longer than the other a small loss is a difference of large numbers and keeps fewer digits.
         backend: None chooses by device; "cpu", "triton", "cuda" or "torch" forces one.
-        precision: of the matrix products on a GPU: "ieee", "tf32x3", "tf32" or "bf16"; None follows
-            PyTorch's setting of float32 products, and so does backend "cuda" always: there another one is an error.
-            Everything else is float32.
+        precision: of the matrix products on a GPU: "ieee", "tf32x3", "tf32" or "bf16"; None does what PyTorch would do
+            with the layer there: ``F.conv2d`` uses TF32 unless ``torch.backends.cudnn`` says otherwise, and products
+            of a Linear do not unless ``torch.backends.cuda.matmul`` says so. Backend "cuda" always follows the latter:
+            there another one is an error. Everything else is float32.
         launch: "single" does everything in one kernel launch on a GPU, "staged" in at most five, None chooses.
 
     Returns:
         The loss in float64 for a float64 weight, else in float32. The gradient has the weight's dtype.
     """
-    geometry = _geometry_of_one(weight, (stride, dilation, groups, padding), side, backend, precision, launch)
-    (loss,) = orth_losses([weight], *geometry)
+    options = DEFAULT_OPTIONS
+    if (side, backend, precision, launch) != options:
+        options = options_of(side, backend, precision, launch)
+    if (
+        weight.__class__ not in PLAIN_TYPES
+        or weight.dtype not in _DTYPES
+        or weight.layout is not torch.strided
+        or weight.is_nested
+    ):
+        check_weight(weight)
+    problem = problem_of(weight.shape, stride, dilation, groups, padding, target, part)
+    if side == "column":
+        check_side(problem, "column")
+    (loss,) = orth_losses([weight], (problem,), options)
     return loss if squared else frobenius_norm(loss)
 
 
 def fused_orth_loss_foreach(
     weights: Iterable[Tensor],
-    strides: IntOrTuple | Sequence[IntOrTuple] = 1,
+    strides: int | Sequence[IntOrTuple] = 1,
     *,
-    dilations: IntOrTuple | Sequence[IntOrTuple] = 1,
+    dilations: int | Sequence[IntOrTuple] = 1,
     groups: int | Sequence[int] = 1,
-    paddings: IntOrTuple | Sequence[IntOrTuple | None] | None = None,
+    paddings: int | Sequence[IntOrTuple | None] | None = None,
+    target: Target = 1,
+    part: Part = "all",
     squared: bool = True,
     side: str = "auto",
     backend: str | None = None,
@@ -82,26 +102,16 @@ def fused_orth_loss_foreach(
     """:func:`fused_orth_loss` of many weights in one pass, as a 1-D tensor with one loss per weight.
 
     ``strides``, ``dilations``, ``groups`` and ``paddings`` are one int (or None) for all weights, or a sequence with
-    one entry per weight, each as :func:`fused_orth_loss` takes it. All weights must be on one device. The result is
-    float64 if any weight is, else float32.
+    one entry per weight, each as :func:`fused_orth_loss` takes it; the other arguments are for all weights. All weights
+    must be on one device. The result is float64 if any weight is, else float32.
     """
     if isinstance(weights, Tensor):
         raise TypeError("weights must be a sequence of tensors, got one tensor; use fused_orth_loss for that")
     weights = list(weights)
-    count = len(weights)
-    if count == 0:
+    if not weights:
         return torch.zeros(0)
-    geometry = _geometry(
-        weights,
-        _one_each("strides", strides, count),
-        _one_each("dilations", dilations, count),
-        _one_each("groups", groups, count),
-        _one_each("paddings", paddings, count),
-        side,
-        _backend(backend, precision, launch),
-        names=_PLURAL,
-    )
-    losses = orth_losses(weights, *geometry)
+    problems = problems_of(weights, strides, dilations, groups, paddings, side, target, part)
+    losses = orth_losses(weights, problems, options_of(side, backend, precision, launch))
     if any(loss.dtype != losses[0].dtype for loss in losses):
         losses = [loss.double() for loss in losses]
     stacked = torch.stack(list(losses))
@@ -112,6 +122,8 @@ def kernel_orth_loss(
     weight: Tensor,
     *,
     groups: int = 1,
+    target: Target = 1,
+    part: Part = "all",
     squared: bool = True,
     side: str = "auto",
     backend: str | None = None,
@@ -127,6 +139,8 @@ def kernel_orth_loss(
         weight,
         groups=groups,
         padding=0,
+        target=target,
+        part=part,
         squared=squared,
         side=side,
         backend=backend,
@@ -135,169 +149,127 @@ def kernel_orth_loss(
     )
 
 
-def geometry_of(
-    weights: list[Tensor],
-    strides: Sequence[IntOrTuple],
-    dilations: Sequence[IntOrTuple],
-    groups: Sequence[int],
-    paddings: Sequence[IntOrTuple | None],
+def explain(
+    weight: Tensor | Sequence[int],
+    stride: IntOrTuple = 1,
+    *,
+    dilation: IntOrTuple = 1,
+    groups: int = 1,
+    padding: IntOrTuple | None = None,
+    target: Target = 1,
+    part: Part = "all",
+    side: str = "auto",
     backend: str | None = None,
     precision: str | None = None,
-    launch: str | None = None,
-) -> Geometry:
-    """What :func:`fused_orth_loss_foreach` passes to the ops, checked once, for who calls them with it many times."""
-    encoded = _backend(backend, precision, launch)
-    return _geometry(weights, list(strides), list(dilations), list(groups), list(paddings), "auto", encoded, _PLURAL)
+    device: torch.device | str | None = None,
+) -> str:
+    """How the loss of a layer is computed: every plan that would do, with the numbers by which one was chosen.
+
+    ``weight`` may be a shape. ``device`` is the weight's, or the CPU, unless it is given; the name of a GPU ("H100",
+    "A100", "RTX 4090") asks for the choice there, by modelled times. Other arguments as for :func:`fused_orth_loss`.
+    """
+    dtype = torch.float32
+    if isinstance(weight, Tensor):
+        check_weight(weight)
+        dtype, device, weight = weight.dtype, device or weight.device, weight.shape
+    problem = problem_of(weight, stride, dilation, groups, padding, target, part)
+    return engine.explain(problem, dtype, device or "cpu", options_of(side, backend, precision, None))
 
 
-_SINGULAR = {
-    "weights": "weight",
-    "strides": "stride",
-    "dilations": "dilation",
-    "groups": "groups",
-    "paddings": "padding",
-}
-_PLURAL = {name: name for name in _SINGULAR}
+def tune(
+    weights: Sequence[Tensor],
+    strides: int | Sequence[IntOrTuple] = 1,
+    *,
+    dilations: int | Sequence[IntOrTuple] = 1,
+    groups: int | Sequence[int] = 1,
+    paddings: int | Sequence[IntOrTuple | None] | None = None,
+    precision: str | None = None,
+    measure: Callable[[Callable[[], object]], float] | None = None,
+    report: Callable[[str], None] = print,
+) -> Config:
+    """Measure every configuration of the Triton kernels on these weights, and remember the fastest on disk.
+
+    Weights and their geometry are given as to :func:`fused_orth_loss_foreach`. ``measure`` times a call in seconds; by
+    default CUDA events around ten calls after a warm-up. A candidate that does not compile or does not fit is reported
+    and skipped. Nothing is ever tuned unless this is called.
+    """
+    weights = [weight.detach() for weight in weights]
+    device = weights[0].device
+    reason = backends.triton.unavailable_reason(device)
+    if reason is not None:
+        raise RuntimeError(f"there is nothing to tune: {reason}")
+    problems = problems_of(weights, strides, dilations, groups, paddings)
+    # As the convolutions of a list are computed, so is the list tuned.
+    options = engine.resolve(options_of("auto", "triton", precision, "staged"), device).convolution
+    plans = [
+        engine.choose(problem, weight.dtype, device, options).plan
+        for problem, weight in zip(problems, weights, strict=True)
+    ]
+    tuned = [(weight, plan) for weight, plan in zip(weights, plans, strict=True) if isinstance(plan, Plan)]
+    if not tuned:
+        raise RuntimeError("there is nothing to tune: the Triton kernels compute none of these weights")
+    return search(
+        [weight for weight, _ in tuned], [plan for _, plan in tuned], options.precision or "ieee", measure, report
+    )
 
 
-def _backend(backend: str | None, precision: str | None, launch: str | None) -> str:
-    """Backend and options, checked, as the op takes them."""
-    if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {backend!r}")
-    if precision is not None and precision not in PRECISIONS:
-        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
-    if launch is not None and launch not in LAUNCHES:
-        raise ValueError(f"launch must be None or one of {', '.join(map(repr, LAUNCHES))}, got {launch!r}")
-    return encode(backend, precision=precision, launch=launch)
+# ----------------------------------------------------------------------------------------------------------------------
+# Checks
+# ----------------------------------------------------------------------------------------------------------------------
 
 
-def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    if value is None or isinstance(value, int):
-        return [value] * count
-    values = list(value)
-    if len(values) != count:
-        raise ValueError(f"{name} must be one value or a sequence of {count} (one per weight), got {len(values)}")
-    return values
+def problems_of(
+    weights: Sequence[Tensor],
+    strides: int | Sequence[IntOrTuple] = 1,
+    dilations: int | Sequence[IntOrTuple] = 1,
+    groups: int | Sequence[int] = 1,
+    paddings: int | Sequence[IntOrTuple | None] | None = None,
+    side: str = "auto",
+    target: Target = 1,
+    part: Part = "all",
+) -> tuple[Problem, ...]:
+    """The problem of every weight; arguments are one value for all weights or one per weight."""
+    count = len(weights)
+    of_each = zip(
+        weights,
+        _one_each("strides", strides, count),
+        _one_each("dilations", dilations, count),
+        _one_each("groups", groups, count),
+        _one_each("paddings", paddings, count),
+        strict=True,
+    )
+    problems = []
+    for index, (weight, stride, dilation, group, padding) in enumerate(of_each):
+        try:
+            check_weight(weight)
+            problem = problem_of(weight.shape, stride, dilation, group, padding, target, part)  # type: ignore[arg-type]
+            if side == "column":
+                check_side(problem, "column")
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"weights[{index}]: {error}") from None
+        if weight.device != weights[0].device:
+            raise ValueError(f"weights must be on one device, got {weights[0].device} and {weight.device}")
+        problems.append(problem)
+    return tuple(problems)
 
 
-#: Of arguments that were found good, the geometry; see :func:`_geometry_of_one`.
-_known: dict[tuple[Any, ...], Geometry] = {}
+def _one_each(name: str, value: Sequence[_Of] | int | None, count: int) -> Sequence[_Of | int | None]:
+    if not isinstance(value, Sequence):
+        if value is None or (hasattr(value, "__index__") and not isinstance(value, bool)):
+            return [value] * count
+        raise TypeError(f"{name} must be one int or a sequence of {count} (one entry per weight), got {value!r}")
+    if len(value) != count:
+        raise ValueError(f"{name} must be one value or a sequence of {count} (one per weight), got {len(value)}")
+    return value
 
 
-def _geometry_of_one(
-    weight: Any, numbers: tuple[Any, Any, Any, Any], side: str, backend: Any, precision: Any, launch: Any
-) -> Geometry:
-    """Looks up arguments that were found good before, which is quicker than checks; ``numbers``: stride to padding."""
-    key = None
-    if type(weight) in PLAIN_TYPES and not torch.compiler.is_compiling():  # others may have symbolic shapes
-        # As text, because True == 1 == 1.0, and a list has no hash.
-        key = (weight.shape, weight.dtype, weight.layout, repr(numbers), side, backend, precision, launch)
-        if key in _known:
-            return _known[key]
-    stride, dilation, groups, padding = ([number] for number in numbers)
-    encoded = _backend(backend, precision, launch)
-    geometry = _geometry([weight], stride, dilation, groups, padding, side, encoded, _SINGULAR)
-    if key is not None:
-        if len(_known) >= 4096:
-            _known.clear()
-        _known[key] = geometry
-    return geometry
-
-
-def _geometry(
-    weights: list[Tensor],
-    strides: list[Any],
-    dilations: list[Any],
-    groups: list[Any],
-    paddings: list[Any],
-    side: str,
-    backend: str,
-    names: dict[str, str],
-) -> Geometry:
-    if side not in ("auto", "row", "column"):
-        raise ValueError(f"side must be 'auto', 'row' or 'column', got {side!r}")
-    flat_strides: tuple[int, ...] = ()
-    flat_dilations: tuple[int, ...] = ()
-    flat_paddings: tuple[int, ...] = ()
-    for index, weight in enumerate(weights):
-        label = names["weights"] if names is _SINGULAR else f"weights[{index}]"
-        _check_weight(label, weight, weights[0])
-        axes = weight.dim() - 2
-        stride = _per_axis(names["strides"], strides[index], axes, least=1)
-        dilation = _per_axis(names["dilations"], dilations[index], axes, least=1)
-        _check_groups(names["groups"], groups[index], label, weight)
-        padding = (-1,) * axes
-        if paddings[index] is not None:
-            padding = _per_axis(names["paddings"], paddings[index], axes, least=0)
-            _check_padding(names["paddings"], padding, stride)
-        if side == "column":
-            _check_column(weight, stride, dilation, padding, names["paddings"])
-        flat_strides += stride
-        flat_dilations += dilation
-        flat_paddings += padding
-    return flat_strides, flat_dilations, flat_paddings, tuple(groups), side, backend
-
-
-def _check_weight(label: str, weight: Any, first: Tensor) -> None:
+def check_weight(weight: Tensor, label: str = "weight") -> None:
+    """That it is a dense floating tensor; its shape is a part of the problem."""
     if not isinstance(weight, Tensor):
         raise TypeError(f"{label} must be a tensor, got {type(weight).__name__}")
+    if weight.is_nested:
+        raise TypeError(f"{label} must be one dense tensor, got a nested one; give its parts to the foreach function")
     if weight.layout != torch.strided:
         raise TypeError(f"{label} must be a dense (strided) tensor, got layout {weight.layout}")
     if weight.dtype not in _DTYPES:
         raise TypeError(f"{label} must be float64, float32, bfloat16 or float16, got {weight.dtype}")
-    if not 2 <= weight.dim() <= 5:
-        raise ValueError(
-            f"{label} must have 2 (Linear) to 5 (Conv3d) dimensions (M, C/groups, k1..kn), "
-            f"got shape {tuple(weight.shape)}"
-        )
-    if any(size == 0 for size in weight.shape):
-        raise ValueError(f"{label} must not have an empty dimension, got shape {tuple(weight.shape)}")
-    if weight.device != first.device:
-        raise ValueError(f"weights must be on one device, got {first.device} and {weight.device}")
-
-
-def _check_groups(name: str, groups: Any, label: str, weight: Tensor) -> None:
-    if isinstance(groups, bool) or not isinstance(groups, int):
-        raise TypeError(f"{name} must be a positive int, got {groups!r}")
-    if groups < 1 or weight.shape[0] % groups:
-        raise ValueError(f"{name} must be positive and divide {label}.shape[0] = {weight.shape[0]}, got {groups}")
-
-
-def _per_axis(name: str, value: Any, axes: int, least: int) -> tuple[int, ...]:
-    """An int for all axes or one per axis, each at least ``least``."""
-    # The message is made only when it is needed: torch.compile cannot format a symbolic int.
-    if not isinstance(value, int) and not isinstance(value, Sequence):
-        raise TypeError(_per_axis_message(name, value, axes, least))
-    values = (value,) * axes if isinstance(value, int) else tuple(value)
-    for entry in (value,) if isinstance(value, int) else values:
-        if isinstance(entry, bool) or not isinstance(entry, int):
-            raise TypeError(_per_axis_message(name, value, axes, least))
-        if entry < least:
-            raise ValueError(_per_axis_message(name, value, axes, least))
-    if len(values) != axes:
-        raise ValueError(_per_axis_message(name, value, axes, least))
-    return values
-
-
-def _per_axis_message(name: str, value: Any, axes: int, least: int) -> str:
-    return f"{name} must be a {'positive' if least else 'non-negative'} int or a tuple of {axes}, got {value!r}"
-
-
-def _check_padding(name: str, padding: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    if any(p % s for p, s in zip(padding, stride, strict=True)):
-        raise ValueError(
-            f"{name} must be a multiple of the stride on every axis (else lag 0 is missed), "
-            f"got {padding} with stride {stride}"
-        )
-
-
-def _check_column(
-    weight: Tensor, stride: tuple[int, ...], dilation: tuple[int, ...], padding: tuple[int, ...], name: str
-) -> None:
-    for k, s, d, p in zip(weight.shape[2:], stride, dilation, padding, strict=True):
-        axis = reduce_axis(k, s, d, None if p < 0 else p)
-        if axis.lags != axis.all_lags:
-            raise ValueError(
-                f"side='column' needs all lags or lag 0 alone: with {name}={padding} only {2 * axis.lags + 1} of "
-                f"{2 * axis.all_lags + 1} lags are kept, and the column loss of those is a different one"
-            )

@@ -11,7 +11,7 @@ import torch
 
 from . import _extension
 from ._version import __version__
-from .backends import BACKENDS
+from .backends import MODULES
 
 #: Environment variables that change what is built, found or run.
 PREFIXES = ("OCNN_FUSED_", "TRITON_INTERPRET", "TORCH_CUDA_ARCH_LIST", "CUDA_", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -56,7 +56,7 @@ def lines() -> Iterator[str]:
         yield from (f"  {name}: {_as_text(value)}" for name, value in _extension.build_info.items())
     for device in devices():
         yield _device_name(device)
-        for name, backend in BACKENDS.items():
+        for name, backend in MODULES.items():
             yield f"  {name:<7} {backend.unavailable_reason(device) or 'available'}"
     flags = sorted(name for name in os.environ if name.startswith(PREFIXES))
     yield "environment: " + (", ".join(f"{name}={os.environ[name]}" for name in flags) or "no flags set")

@@ -1,160 +1,82 @@
-"""The ops that ``torch.compile`` sees: geometry in, one 0-dim loss per weight out; planning stays inside.
+"""The ops that ``torch.compile`` sees: weights and flattened problems in, one 0-dim loss per weight out.
 
-``ocnn_fused::orth_loss`` is differentiable (see autograd.py); ``ocnn_fused::orth_loss_and_grad`` also returns the
-gradients of the weights marked in ``with_grad`` (empty tensors for the others) and is what its forward calls when a
-weight needs one. Both take, flattened over weights and their spatial axes, ``strides``, ``dilations`` and ``paddings``
-(-1 for "all lags"), and one ``groups`` per weight.
+``ocnn_fused::orth_loss`` is what the public functions call; ``ocnn_fused::orth_loss_and_grad`` also returns the
+gradients of the weights marked in ``with_grad`` (empty tensors for the others); ``ocnn_fused::orth_grad`` returns such
+gradients as they are, and makes them functions of the weights. Their derivatives are in autograd.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
-from types import ModuleType
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from . import _extension, backends
-from .backends.lowering import Kind, accumulation_dtype, buckets, kinds_of
-from .plan import Plan, Rates, make_plan, reduce_axis
+from . import engine
+from .backends.job import accumulation_dtype
+from .problem import PROBLEMS_SCHEMA, SCHEMA, Flat, FlatProblems, unflatten
 
-_GEOMETRY = "int[] strides, int[] dilations, int[] paddings, int[] groups, str side, str backend"
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-# Tables that a first call leaves on the device would lie in the private memory of torch.compile's own CUDA graphs, so
-# these leave the ops out; graphs that the user captures are not affected. Older torch has no such tag.
-_TAGS = [torch.Tag.cudagraph_unsafe] if hasattr(torch.Tag, "cudagraph_unsafe") else []
+Lists: TypeAlias = "tuple[list[Tensor], list[Tensor]]"
 
-_library = torch.library.Library("ocnn_fused", "FRAGMENT")
-_library.define(f"orth_loss(Tensor[] weights, {_GEOMETRY}) -> Tensor[]", tags=_TAGS)
-_library.define(
-    f"orth_loss_and_grad(Tensor[] weights, {_GEOMETRY}, bool[] with_grad) -> (Tensor[], Tensor[])", tags=_TAGS
-)
+# torch.compile's own CUDA graphs leave the ops out, whose outputs share memory; graphs that the user captures are not
+# affected. Older torch has no such tag and captures them: there every output gets memory of its own.
+_LEFT_OUT = hasattr(torch.Tag, "cudagraph_unsafe")
+_TAGS = [torch.Tag.cudagraph_unsafe] if _LEFT_OUT else []
 
-
-def plan_for(
-    shape: Sequence[int],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-    paddings: Sequence[int],
-    groups: int,
-    side: str,
-    backend: ModuleType,
-) -> Plan:
-    """The plan of one weight; ``paddings`` of -1 keep every lag."""
-    return _cached_plan(tuple(shape), tuple(strides), tuple(dilations), tuple(paddings), groups, side, backend.RATES)
+library = torch.library.Library("ocnn_fused", "FRAGMENT")
+library.define(f"orth_loss(Tensor[] weights, {SCHEMA}) -> Tensor[]", tags=_TAGS)
+library.define(f"orth_loss_and_grad(Tensor[] weights, bool[] with_grad, {SCHEMA}) -> (Tensor[], Tensor[])", tags=_TAGS)
+library.define(f"orth_grad(Tensor[] weights, Tensor[] grads, {PROBLEMS_SCHEMA}) -> Tensor[]")
 
 
-@lru_cache(maxsize=4096)
-def _cached_plan(
-    shape: tuple[int, ...],
-    strides: tuple[int, ...],
-    dilations: tuple[int, ...],
-    paddings: tuple[int, ...],
-    groups: int,
-    side: Any,
-    rates: Rates,
-) -> Plan:
-    axes = tuple(
-        reduce_axis(kernel, stride, dilation, None if padding < 0 else padding)
-        for kernel, stride, dilation, padding in zip(shape[2:], strides, dilations, paddings, strict=True)
-    )
-    return make_plan(shape[0] // groups, shape[1], axes, groups, side, rates)
-
-
-def plans_for(
-    shapes: Sequence[Sequence[int]],
-    strides: Sequence[int],
-    dilations: Sequence[int],
-    paddings: Sequence[int],
-    groups: Sequence[int],
-    side: str,
-    backend: ModuleType,
-) -> list[Plan]:
-    """The plans of all weights, whose axes lie one after the other."""
-    plans = []
-    begin = 0
-    for shape, group in zip(shapes, groups, strict=True):
-        axes = slice(begin, begin + len(shape) - 2)
-        begin = axes.stop
-        plans.append(plan_for(shape, strides[axes], dilations[axes], paddings[axes], group, side, backend))
-    return plans
-
-
-@lru_cache(maxsize=1024)
-def prepared(
-    kinds: tuple[Kind, ...],
-    device: torch.device,
-    default_backend: str | None,
-    strides: tuple[int, ...],
-    dilations: tuple[int, ...],
-    paddings: tuple[int, ...],
-    groups: tuple[int, ...],
-    side: str,
-    backend: str,
-) -> Callable[[Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]:
-    """Chooses a backend and plans, once for all calls that are alike. What is left is a function of the weights.
-
-    It returns one loss per weight and one gradient, empty where none is wanted, all of them without a graph.
-    """
-    name, options = backends.decode(backend)
-    module = backends.choose(device, name or default_backend)
-    plans = tuple(plans_for([shape for shape, *_ in kinds], strides, dilations, paddings, groups, side, module))
-    if module is backends.cpu:  # where nothing else can change from call to call
-        return buckets(plans, kinds, device)
-    with_grad = [wanted for *_, wanted in kinds]
-    return partial(module.run, plans=plans, with_grad=with_grad, **backends.accepted(module, options))
-
-
-def run(weights: Sequence[Tensor], *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """One loss per weight, and one gradient, empty where none is wanted; takes what ``orth_loss_and_grad`` takes."""
-    *geometry, with_grad = (tuple(one) if isinstance(one, list) else one for one in arguments)
-    return prepared(kinds_of(weights, with_grad), weights[0].device, backends.default_name(), *geometry)(weights)
-
-
-def _apart(tensors: list[Tensor]) -> list[Tensor]:
+def _apart(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Each with a storage of its own, as the outputs of an op must be: a backend may return pieces of one buffer."""
-    return [from_dlpack(to_dlpack(one)) if one.untyped_storage().nbytes() > one.nbytes else one for one in tensors]
+    apart = (lambda one: from_dlpack(to_dlpack(one))) if _LEFT_OUT else torch.clone
+    return [apart(one) if one.untyped_storage().nbytes() > one.nbytes else one for one in tensors]
 
 
-def _orth_loss(weights: Sequence[Tensor], *geometry: Any) -> list[Tensor]:
-    arguments = (*geometry, [False] * len(weights))
-    return _apart(run(weights, *arguments)[0])
-
-
-def _orth_loss_and_grad(weights: Sequence[Tensor], *geometry: Any) -> tuple[list[Tensor], list[Tensor]]:
-    losses, grads = run(weights, *geometry)
+def _orth_loss_and_grad(weights: Sequence[Tensor], with_grad: Sequence[bool], *flat: Unpack[Flat]) -> Lists:
+    problems, options = unflatten(weights, *flat)
+    losses, grads = engine.losses_and_grads(weights, problems, options, with_grad)
     return _apart(losses), _apart(grads)
 
 
-_library.impl("orth_loss", _orth_loss, "CompositeExplicitAutograd")
-_library.impl("orth_loss_and_grad", _orth_loss_and_grad, "CompositeExplicitAutograd")
+def _orth_loss(weights: Sequence[Tensor], *flat: Unpack[Flat]) -> list[Tensor]:
+    return _orth_loss_and_grad(weights, [False] * len(weights), *flat)[0]
 
 
-@torch.library.register_fake("ocnn_fused::orth_loss", lib=_library)
-def _orth_loss_fake(weights: Sequence[Tensor], *geometry: Any) -> list[Tensor]:
+def _orth_grad(weights: Sequence[Tensor], grads: Sequence[Tensor], *flat: Unpack[FlatProblems]) -> list[Tensor]:
+    return [grad.clone() for grad in grads]
+
+
+library.impl("orth_loss", _orth_loss, "CompositeExplicitAutograd")
+library.impl("orth_loss_and_grad", _orth_loss_and_grad, "CompositeExplicitAutograd")
+library.impl("orth_grad", _orth_grad, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("ocnn_fused::orth_loss", lib=library)
+def _orth_loss_fake(weights: Sequence[Tensor], *_: object) -> list[Tensor]:
     return [weight.new_empty((), dtype=accumulation_dtype(weight.dtype)) for weight in weights]
 
 
-@torch.library.register_fake("ocnn_fused::orth_loss_and_grad", lib=_library)
-def _orth_loss_and_grad_fake(weights: Sequence[Tensor], *geometry: Any) -> tuple[list[Tensor], list[Tensor]]:
-    with_grad = geometry[-1]
+@torch.library.register_fake("ocnn_fused::orth_loss_and_grad", lib=library)
+def _orth_loss_and_grad_fake(weights: Sequence[Tensor], with_grad: Sequence[bool], *_: object) -> Lists:
     return _orth_loss_fake(weights), [
-        torch.empty_like(weight) if needed else weight.new_empty(0)
-        for weight, needed in zip(weights, with_grad, strict=True)
+        torch.empty_like(weight) if wanted else weight.new_empty(0)
+        for weight, wanted in zip(weights, with_grad, strict=True)
     ]
+
+
+@torch.library.register_fake("ocnn_fused::orth_grad", lib=library)
+def _orth_grad_fake(weights: Sequence[Tensor], grads: Sequence[Tensor], *_: object) -> list[Tensor]:
+    return [torch.empty_like(grad) for grad in grads]
 
 
 # Under autocast the loss stays in float32, as PyTorch's own losses do.
 for _device_type in ("cpu", "cuda"):
-    torch.library.register_autocast("ocnn_fused::orth_loss", _device_type, torch.float32, lib=_library)
-
-if _extension.module is not None:
-    for _op in ("execute_plan", "execute_small"):
-
-        @torch.library.register_fake(f"ocnn_fused::{_op}", lib=_library)
-        def _execute_fake(weights: Sequence[Tensor], *arguments: Any) -> tuple[list[Tensor], list[Tensor]]:
-            with_grad = bool(arguments[-1])
-            return _orth_loss_fake(weights), [torch.empty_like(weight) for weight in weights if with_grad]
+    torch.library.register_autocast("ocnn_fused::orth_loss", _device_type, torch.float32, lib=library)

@@ -15,15 +15,19 @@ filter meet only at tap differences that are multiples of the *step* ``s = S / g
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache, reduce
+from functools import cache, cached_property, reduce
 from math import gcd, prod
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+
+from . import problem as problems
+from .problem import OFF_DIAGONAL, Problem
 
 Side = Literal["row", "column"]
-Algorithm = Literal["toom", "direct"]
+Algorithm = Literal["toom", "direct", "fourier"]
 Matrix = tuple[tuple[Fraction, ...], ...]
 
 #: Longest 1-D class evaluated at points; beyond it the interpolation is too ill-conditioned for float32.
@@ -230,6 +234,50 @@ def reduce_axis(kernel: int, stride: int = 1, dilation: int = 1, padding: int | 
     return Axis(kernel, step if lags else kernel, lags)
 
 
+def axes_of(problem: Problem) -> tuple[Axis, ...]:
+    """The problem's axes, reduced."""
+    paddings = problem.padding or (None,) * len(problem.kernel)
+    return tuple(map(reduce_axis, problem.kernel, problem.stride, problem.dilation, paddings))
+
+
+def polyphase_channels(problem: Problem) -> int:
+    """Input channels per group times the taps that one placement does not share: ``C' = C * prod(min(s, k))``."""
+    return problem.channels * prod(axis.residues for axis in axes_of(problem))
+
+
+def least_loss(problem: Problem) -> float:
+    """Least value of the loss over all weights of this shape.
+
+    At every frequency the Gram matrix of M filters has a rank of at most C', so M - C' of its eigenvalues are 0 where
+    the target is wanted; a weight with orthonormal columns reaches the bound. Without a target the least value is 0, if
+    only that of the zero weight.
+    """
+    target = max(problem.target, 0.0)
+    return target**2 * problem.groups * max(0, problem.rows - polyphase_channels(problem))
+
+
+def has_orthogonal(problem: Problem) -> bool:
+    """Whether a convolution of this shape can be orthogonal by rows or, on an image, by columns.
+
+    By columns it must see every input pixel: all residues of the stride.
+    """
+    axes = zip(axes_of(problem), problem.stride, strict=True)
+    return problem.rows <= polyphase_channels(problem) or all(axis.residues == s for axis, s in axes)
+
+
+def check_side(problem: Problem, side: problems.Side) -> None:
+    """The column side needs all lags, and lag 0 with its diagonal: with a part of them dropped it is another loss."""
+    if side == "column" and problem.target == OFF_DIAGONAL:
+        raise ValueError("side='column' needs part='all': the off-diagonal part of the columns is a different loss")
+    for axis in axes_of(problem) if side == "column" else ():
+        if axis.lags != axis.all_lags:
+            raise ValueError(
+                f"side='column' needs all lags or lag 0 alone: with padding={problem.padding} only "
+                f"{2 * axis.lags + 1} of {2 * axis.all_lags + 1} lags are kept, and the column loss of those is a "
+                "different one"
+            )
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Plans
 # ----------------------------------------------------------------------------------------------------------------------
@@ -282,43 +330,27 @@ class Run:
     summed: bool
 
 
-@dataclass(frozen=True)
-class Rates:
-    """What a device does per second; only ratios matter for choosing a plan."""
+class Product(NamedTuple):
+    """``V_left V_right^T`` of one block's planes, added to the stored output ``out``."""
 
-    name: str
-    matmul: float  # multiply-adds inside matrix products of good size
-    matmul_side: float  # side at which a product reaches half of that rate
-    elementwise: float  # multiply-adds of the evaluate, mix and gather stages
-    bandwidth: float  # bytes
-    launch: float  # seconds to issue one stage or one run of products
-    lane_products: float  # multiply-adds of the small-group kernel, all lanes busy
-    lanes: int  # groups that kernel handles at once
-
-
-#: Two AVX2 cores; the shape of the choice is the same on more.
-CPU_RATES = Rates("cpu", 75e9, 20.0, 25e9, 12e9, 4e-6, 4e9, 16)
+    block: int
+    left: int
+    right: int
+    out: int
 
 
 @dataclass(frozen=True)
-class Cost:
-    """Counted work of one plan over all groups, and the seconds the rates give it (for comparing plans)."""
+class Work:
+    """Counted work of one plan over all groups."""
 
     multiply_adds: int  # in matrix products, loss and gradient
     elementwise: int  # multiply-adds of evaluate, mix and gather
     bytes: int  # traffic of the planes, read and written, in float32
-    seconds: float
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """How one weight's loss and gradient are computed; made by :func:`make_plan`, executed by a backend.
-
-    With ``x_o = X_o[i, j]`` and ``y_o = X_o[j, i]`` of the stored outputs, half of the lags (zero first; the rest are
-    transposes) are ``Z_t[i, j] = sum_o mix[t][o] x_o + mix_transposed[t][o] y_o``. ``self_paired[o]`` marks outputs
-    that are symmetric. On the column side the roles of ``i`` and ``(r, c)`` are swapped, and ``offset`` is the constant
-    by which the two losses differ.
-    """
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PlanBase(ABC):
+    """How one weight's loss and gradient are computed; made by :func:`candidates`, executed by a backend."""
 
     rows: int  # M per group
     channels: int  # C per group
@@ -326,27 +358,139 @@ class Plan:
     axes: tuple[Axis, ...]
     side: Side
     algorithm: Algorithm
+    offset: int  # M - C' of all groups, on the column side: times the square of the target, a mean over groups where
+    # that is free, it is what the two losses differ by
+    target: float  # the problem's
+
+    @property
+    def phases(self) -> int:
+        """Residues of all axes together."""
+        return prod(axis.residues for axis in self.axes)
+
+    @property
+    def work_rows(self) -> int:
+        """Side of the Gram matrices: ``M`` on the row side, ``C' = C * prod(min(s, k))`` on the column side."""
+        return self.rows if self.side == "row" else self.channels * self.phases
+
+    @property
+    def reference_multiply_adds(self) -> int:
+        """What ``F.conv`` and autograd's two gradients of it cost, padding zeros included."""
+        taps = prod(axis.taps for axis in self.axes)
+        positions = prod(2 * axis.lags + 1 for axis in self.axes)
+        return 3 * self.groups * taps * positions * self.rows**2 * self.channels
+
+    @property
+    @abstractmethod
+    def work(self) -> Work: ...
+
+    @property
+    def name(self) -> str:
+        """One word and a side: ``toom/row``, ``fourier/row``, ``gram/column``, ``direct/row`` or ``small/row``."""
+        return f"{self.algorithm}/{self.side}"
+
+    @property
+    @abstractmethod
+    def product_count(self) -> int:
+        """Matrix products of gram."""
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, (self.rows, self.channels, *(axis.taps for axis in self.axes))))
+        step = "x".join(str(axis.step) for axis in self.axes) or "-"
+        groups = f", groups={self.groups}" if self.groups > 1 else ""
+        lags = prod(2 * axis.lags + 1 for axis in self.axes)
+        return (
+            f"Plan({self.name} for {shape}, step {step}{groups}: {self.product_count} products, "
+            f"{lags} lags, {self.work.multiply_adds / 1e6:.4g}M multiply-adds)"
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class FourierPlan(PlanBase):
+    """By Parseval: no lag is ever formed, and nothing is amplified.
+
+    With ``N = prod(sizes)`` points, ``A_w = B + iC`` the transform of the polyphase kernel at frequency ``w``, and one
+    frequency of each pair ``w, -w``, whose terms count twice::
+
+        L     = 1/N sum_w || A_w A_w^H - I ||_F^2
+        dL/dK = 4 IDFT[(A_w A_w^H - I) A_w]  cut to the kernel
+
+    The real matrix ``U = Re + Im`` of the residual is ``(B + C)(B - C)^T + 2 C C^T - I``: two real products instead of
+    the four of a complex one, and ``||U||`` is the residual's norm. Its symmetric part ``P`` is the real part of the
+    residual, the antisymmetric ``Q`` the imaginary one, and ``(P + iQ)(B + iC)`` takes three products. Where some lags
+    are dropped, those that are kept are formed after all, ``Z = IDFT[A A^H]``, and the residual is their transform::
+
+        Re = U B - Q (B + C),  Im = U B - P (B - C)
+    """
+
+    sizes: tuple[int, ...]  # points per axis: as many as there are lags
+
+    @property
+    def keeps_all_lags(self) -> bool:
+        return all(axis.lags == axis.all_lags for axis in self.axes)
+
+    @property
+    def half_lags(self) -> tuple[tuple[int, ...], ...]:
+        """Kept lags: zero and one of each pair ``t, -t``."""
+        return _half_lags(self.axes)
+
+    @property
+    def frequencies(self) -> int:
+        """One of each pair; the number of points is odd, so that only zero is its own partner."""
+        return prod(self.sizes) // 2 + 1
+
+    @property
+    def class_taps(self) -> tuple[int, ...]:
+        """Taps of the longest class, per axis."""
+        return tuple(axis.class_taps(0) for axis in self.axes)
+
+    def sources(self) -> tuple[tuple[int, ...], ...]:
+        """Flat tap indices ``(residues, taps)``, -1 where a short phase has no tap."""
+        residues = itertools.product(*(range(axis.residues) for axis in self.axes))
+        return tuple(_sources(self.axes, self.class_taps, residue) for residue in residues)
+
+    @property
+    def contraction(self) -> int:
+        """Length of the sums in gram."""
+        return self.channels * self.phases if self.side == "row" else self.rows
+
+    @property
+    def product_count(self) -> int:
+        return 2 * self.frequencies
+
+    @property
+    def work(self) -> Work:
+        elements = self.groups * self.rows * self.channels * self.phases
+        area = self.groups * self.work_rows**2
+        return Work(
+            multiply_adds=5 * self.frequencies * area * self.contraction,
+            elementwise=2 * 2 * self.frequencies * elements * prod(self.class_taps),
+            bytes=4 * self.frequencies * (12 * elements + 8 * area),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True, repr=False)
+class Plan(PlanBase):
+    """Planes, products of them, and lags mixed from these: Toom-Cook or tap by tap.
+
+    With ``x_o = X_o[i, j]`` and ``y_o = X_o[j, i]`` of the stored outputs, half of the lags (zero first; the rest are
+    transposes) are ``Z_t[i, j] = sum_o mix[t][o] x_o + mix_transposed[t][o] y_o``. ``self_paired[o]`` marks outputs
+    that are symmetric. On the column side the roles of ``i`` and ``(r, c)`` are swapped.
+    """
+
     small: bool  # products too small for a BLAS: the whole plan runs per group, vectorised over groups
     blocks: tuple[Block, ...]
-    products: tuple[tuple[int, int, int, int], ...]  # (block, left, right, out), stored outputs only
+    products: tuple[Product, ...]  # of stored outputs only
+    runs: tuple[Run, ...]  # the same, as a backend can issue them
     self_paired: tuple[bool, ...]
     lags: tuple[tuple[int, ...], ...]
     mix: Matrix
     mix_transposed: Matrix
-    offset: int  # added to the side's loss, all groups
-    cost: Cost
-    alternatives: tuple[Plan, ...] = ()
 
     # -- derived, used by every backend --------------------------------------------------------------------------------
 
     @property
     def outputs(self) -> int:
         return len(self.self_paired)
-
-    @property
-    def work_rows(self) -> int:
-        """Side of the Gram matrices: ``M`` on the row side, ``C' = C * prod(min(s, k))`` on the column side."""
-        return self.rows if self.side == "row" else self.channels * self.blocks[0].residues
 
     @property
     def is_flat(self) -> bool:
@@ -358,9 +502,26 @@ class Plan:
         """Outputs are the lags themselves: mix only subtracts the identity and scales."""
         return self.algorithm == "direct"
 
+    def contraction(self, product: Product) -> int:
+        """Length of the sums in one of the plan's products."""
+        return self.rows if self.side == "column" else self.channels * self.blocks[product.block].residues
+
     @cached_property
-    def runs(self) -> tuple[Run, ...]:
-        return tuple(_runs(self.products))
+    def work(self) -> Work:
+        gram, multiply_adds = self.work_rows, 0
+        for product in self.products:
+            applied = 1 if self.self_paired[product.out] else 2
+            multiply_adds += self.groups * gram * gram * self.contraction(product) * (1 + applied)
+        elements = self.groups * self.rows * self.channels
+        if self.small:  # one kernel, no planes
+            return Work(multiply_adds, 0, 4 * 2 * elements * prod(axis.taps for axis in self.axes))
+        elementwise = traffic = 0
+        if not self.is_flat:
+            elementwise = 2 * elements * sum(block.planes * block.taps * block.residues for block in self.blocks)
+            traffic = 4 * 4 * elements * sum(block.planes * block.residues for block in self.blocks)
+        area = self.groups * gram * gram
+        elementwise += area * (3 * len(self.lags) if self.is_diagonal else 2 * len(self.lags) * self.outputs)
+        return Work(multiply_adds, elementwise, traffic + 4 * 4 * area * self.outputs)
 
     @cached_property
     def symmetric(self) -> Matrix:
@@ -390,57 +551,16 @@ class Plan:
         )
 
     @property
-    def reference_multiply_adds(self) -> int:
-        """What ``F.conv`` and autograd's two gradients of it cost, padding zeros included."""
-        taps = prod(axis.taps for axis in self.axes)
-        positions = prod(2 * axis.lags + 1 for axis in self.axes)
-        return 3 * self.groups * taps * positions * self.rows**2 * self.channels
-
-    # -- for people ----------------------------------------------------------------------------------------------------
+    def product_count(self) -> int:
+        return len(self.products)
 
     @property
     def name(self) -> str:
-        """One word and a side: ``toom/row``, ``gram/column``, ``direct/row`` or ``small/row``."""
         kind = "small" if self.small else "gram" if self.is_flat else self.algorithm
         return f"{kind}/{self.side}"
 
-    def __repr__(self) -> str:
-        shape = "x".join(map(str, (self.rows, self.channels, *(axis.taps for axis in self.axes))))
-        step = "x".join(str(axis.step) for axis in self.axes) or "-"
-        groups = f", groups={self.groups}" if self.groups > 1 else ""
-        planes = sum(block.planes for block in self.blocks)
-        return (
-            f"Plan({self.name} for {shape}, step {step}{groups}: {planes} planes, {len(self.products)} products, "
-            f"{2 * len(self.lags) - 1} lags, {self.cost.multiply_adds / 1e6:.4g}M multiply-adds)"
-        )
 
-    def explain(self, device: Any = None, precision: str = "tf32") -> str:
-        """The choice with the numbers behind it, one line per candidate, cheapest first.
-
-        With a ``device`` (a CUDA device, or a name such as "H100"), the choice that the Triton backend makes there for
-        products of ``precision``, by modelled times.
-        """
-        if device is not None:
-            from .backends.triton.model import explain
-
-            return explain(self, device, precision)
-        lines = [
-            repr(self),
-            f"F.conv with autograd: {self.reference_multiply_adds / 1e6:.4g}M multiply-adds "
-            f"({self.reference_multiply_adds / max(1, self.cost.multiply_adds):.1f}x)",
-            f"{'plan':<14}{'gram side':>10}{'products':>10}{'mult-adds':>12}{'elementwise':>13}"
-            f"{'MB moved':>10}{'est. us':>10}",
-        ]
-        for plan in sorted((self, *self.alternatives), key=lambda candidate: candidate.cost.seconds):
-            cost = plan.cost
-            lines.append(
-                f"{plan.name:<14}{plan.work_rows:>10}{len(plan.products):>10}{cost.multiply_adds / 1e6:>11.4g}M"
-                f"{cost.elementwise / 1e6:>12.4g}M{cost.bytes / 1e6:>10.4g}{cost.seconds * 1e6:>10.1f}"
-                f"{'   <- chosen' if plan is self else ''}",
-            )
-        if self.offset:
-            lines.append(f"The {self.side} side differs from the row loss by the constant {self.offset}, added back.")
-        return "\n".join(lines)
+AnyPlan = Plan | FourierPlan
 
 
 def _combine(matrix: Matrix, transposed: Matrix, sign: int) -> Matrix:
@@ -450,7 +570,7 @@ def _combine(matrix: Matrix, transposed: Matrix, sign: int) -> Matrix:
     )
 
 
-def _runs(products: Iterable[tuple[int, int, int, int]]) -> Iterator[Run]:
+def _runs(products: Iterable[Product]) -> Iterator[Run]:
     """Merge neighbouring products greedily into the longest batched or summed runs."""
     current: Run | None = None
     for block, left, right, out in sorted(products, key=lambda product: (product[0], product[3], product[1])):
@@ -510,159 +630,171 @@ def _half_lags(axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
     return tuple(lag for lag in sorted(lags) if lag >= zero)
 
 
+class Bilinear(NamedTuple):
+    """What of a plan does not depend on M and C."""
+
+    blocks: tuple[Block, ...]
+    products: tuple[Product, ...]
+    runs: tuple[Run, ...]
+    self_paired: tuple[bool, ...]
+    mix: Matrix
+    mix_transposed: Matrix
+
+
 @cache
-def _bilinear(
-    axes: tuple[Axis, ...], side: Side, algorithm: Algorithm
-) -> tuple[tuple[Block, ...], tuple[tuple[int, int, int, int], ...], tuple[bool, ...], Matrix, Matrix]:
-    """Blocks, stored products, self-paired flags, mix, transposed mix: all that does not depend on M and C."""
-    lags = _half_lags(axes)
-    blocks: list[Block] = []
-    products: list[tuple[int, int, int, int]] = []
-    self_paired: list[bool] = []
-    columns: list[tuple[list[Fraction], list[Fraction]]] = []  # of mix and mix_transposed, one per stored output
-    shared: dict[tuple[int, ...] | None, int] = {}  # direct outputs are lags, which all classes add into
+def _bilinear(axes: tuple[Axis, ...], side: Side, algorithm: Algorithm) -> Bilinear:
+    builder = _Builder(_half_lags(axes), algorithm)
     for taps, residues in _classes(axes, side):
-        factors = _axis_schemes(taps, algorithm)
-        scheme = _class_scheme(taps, algorithm)
-        sources = tuple(_sources(axes, taps, residue) for residue in residues)
+        builder.add_class(taps, tuple(_sources(axes, taps, residue) for residue in residues))
+    return builder.finish()
+
+
+class _Builder:
+    """Collects blocks, products and stored outputs, class of taps by class of taps."""
+
+    def __init__(self, lags: Sequence[tuple[int, ...]], algorithm: Algorithm) -> None:
+        self.lags = lags
+        self.algorithm = algorithm
+        self.blocks: list[Block] = []
+        self.products: list[Product] = []
+        self.self_paired: list[bool] = []
+        self.columns: list[tuple[list[Fraction], list[Fraction]]] = []  # of mix and mix_transposed, per stored output
+        self.output_of_lag: dict[tuple[int, ...], int] = {}  # direct outputs are lags, which all classes add into
+
+    def add_class(self, taps: tuple[int, ...], sources: tuple[tuple[int, ...], ...]) -> None:
+        scheme = _class_scheme(taps, self.algorithm)
         class_lags = list(itertools.product(*(range(-(n - 1), n) for n in taps)))
         row_of = {lag: index for index, lag in enumerate(class_lags)}
-        by_output: dict[int, list[tuple[int, int]]] = {}
+        pairs_of: dict[int, list[tuple[int, int]]] = {}
         for left, right, out in scheme.products:
-            by_output.setdefault(out, []).append((left, right))
-
-        outputs = [out for out in range(len(scheme.partner)) if scheme.partner[out] == out]
-        if algorithm == "toom":
-            outputs += [out for out in range(len(scheme.partner)) if scheme.partner[out] > out]
-        else:  # keep the lag that _half_lags lists
-            outputs = [row_of[lag] for lag in lags if lag in row_of]
-
-        # Planes in the order self-paired, first of each pair, partners: then all products are two batched runs.
-        order = list(range(len(scheme.evaluation)))
-        if all(len(pairs) == 1 for pairs in by_output.values()):
-            paired = [by_output[out][0] for out in outputs]
-            order = [left for left, _ in paired] + [right for left, right in paired if left != right]
+            pairs_of.setdefault(out, []).append((left, right))
+        stored = self._stored_outputs(scheme, row_of)
+        order = _plane_order(scheme, pairs_of, stored)
         position = {plane: index for index, plane in enumerate(order)}
-
         output_of: dict[int, tuple[int, bool]] = {}
-        for out in outputs:
-            partner = scheme.partner[out]
-            is_self = partner == out
-            lag = class_lags[out] if algorithm == "direct" else None
-            index = shared.get(lag, len(self_paired))
-            if index == len(self_paired):
-                if lag is not None:
-                    shared[lag] = index
-                self_paired.append(is_self)
-                column = [scheme.mix[row_of[lag]][out] if lag in row_of else Fraction(0) for lag in lags]
-                column_t = [scheme.mix[row_of[lag]][partner] if lag in row_of else Fraction(0) for lag in lags]
-                if is_self:  # split evenly, so that x + y carries all of it and x - y nothing
-                    column = column_t = [value / 2 for value in column]
-                columns.append((column, column_t))
-            products += [(len(blocks), position[left], position[right], index) for left, right in by_output[out]]
-            output_of[partner] = (index, True)
+        for out in stored:
+            index = self._output(scheme, out, row_of, class_lags)
+            block = len(self.blocks)
+            self.products += [Product(block, position[left], position[right], index) for left, right in pairs_of[out]]
+            output_of[scheme.partner[out]] = (index, True)
             output_of[out] = (index, False)
-        blocks.append(
+        self.blocks.append(
             Block(
                 evaluation=tuple(scheme.evaluation[plane] for plane in order),
                 sources=sources,
-                factors=factors,
+                factors=_axis_schemes(taps, self.algorithm),
                 plane_of=tuple(position[plane] for plane in range(len(order))),
                 output_of=tuple(output_of[out] for out in sorted(output_of)),
             )
         )
-    mix = tuple(zip(*(column for column, _ in columns), strict=True))
-    mix_transposed = tuple(zip(*(column for _, column in columns), strict=True))
-    return tuple(blocks), tuple(products), tuple(self_paired), mix, mix_transposed
+
+    def _stored_outputs(self, scheme: Scheme, row_of: dict[tuple[int, ...], int]) -> list[int]:
+        """One of each pair of transposes: of direct outputs the lag that is kept, else self-paired ones first."""
+        if self.algorithm == "direct":
+            return [row_of[lag] for lag in self.lags if lag in row_of]
+        outputs = range(len(scheme.partner))
+        return [o for o in outputs if scheme.partner[o] == o] + [o for o in outputs if scheme.partner[o] > o]
+
+    def _output(
+        self, scheme: Scheme, out: int, row_of: dict[tuple[int, ...], int], class_lags: Sequence[tuple[int, ...]]
+    ) -> int:
+        """Number of a stored output among those of all classes; a new one gets its columns of the mix."""
+        index = len(self.self_paired)
+        if self.algorithm == "direct":
+            known = self.output_of_lag.setdefault(class_lags[out], index)
+            if known != index:
+                return known
+        partner = scheme.partner[out]
+        rows = [row_of.get(lag) for lag in self.lags]
+        column, column_t = (
+            [Fraction(0) if row is None else scheme.mix[row][which] for row in rows] for which in (out, partner)
+        )
+        if partner == out:  # split evenly, so that x + y carries all of it and x - y nothing
+            column = column_t = [value / 2 for value in column]
+        self.columns.append((column, column_t))
+        self.self_paired.append(partner == out)
+        return index
+
+    def finish(self) -> Bilinear:
+        mix, mix_transposed = (
+            tuple(zip(*(columns[which] for columns in self.columns), strict=True)) for which in (0, 1)
+        )
+        runs = tuple(_runs(self.products))
+        return Bilinear(tuple(self.blocks), tuple(self.products), runs, tuple(self.self_paired), mix, mix_transposed)
 
 
-def _candidate(
-    rows: int,
-    channels: int,
-    groups: int,
-    axes: tuple[Axis, ...],
-    side: Side,
-    algorithm: Algorithm,
-    small: bool,
-    rates: Rates,
-) -> Plan:
-    blocks, products, self_paired, mix, mix_transposed = _bilinear(axes, side, algorithm)
-    phases = prod(axis.residues for axis in axes)
-    offset = 0 if side == "row" else groups * (rows - channels * phases)
-    plan = Plan(
-        rows, channels, groups, axes, side, algorithm, small, blocks, products, self_paired, _half_lags(axes), mix,
-        mix_transposed, offset, Cost(0, 0, 0, 0.0),
-    )  # fmt: skip
-    object.__setattr__(plan, "cost", _cost(plan, rates))
-    return plan
-
-
-def _cost(plan: Plan, rates: Rates) -> Cost:
-    """Work of one plan, counted, and its time under ``rates``: products, elementwise stages, traffic and launches."""
-    gram = plan.work_rows
-    multiply_adds, seconds = 0, 0.0
-    for block, _, _, out in plan.products:
-        contraction = plan.rows if plan.side == "column" else plan.channels * plan.blocks[block].residues
-        applied = 1 if plan.self_paired[out] else 2
-        work = plan.groups * gram * gram * contraction * (1 + applied)
-        multiply_adds += work
-        # A product is slow when any of its sides is short.
-        seconds += work * (1 + rates.matmul_side / gram) * (1 + rates.matmul_side / contraction) / rates.matmul
-    elements = plan.groups * plan.rows * plan.channels
-    planes = sum(block.planes * block.residues for block in plan.blocks)
-    if plan.is_flat:
-        elementwise = traffic = 0
-    else:
-        elementwise = 2 * elements * sum(block.planes * block.taps * block.residues for block in plan.blocks)
-        traffic = 4 * 4 * elements * planes
-    area = plan.groups * gram * gram
-    traffic += 4 * 4 * area * plan.outputs
-    elementwise += area * (3 * len(plan.lags) if plan.is_diagonal else 2 * len(plan.lags) * plan.outputs)
-    seconds += elementwise / rates.elementwise + traffic / rates.bandwidth + rates.launch * (3 + 3 * len(plan.runs))
-    if plan.small:
-        # One kernel, no planes: three multiply-adds per product, idle lanes paid for.
-        busy = plan.groups / (-(-plan.groups // rates.lanes) * rates.lanes)
-        seconds = multiply_adds / (busy * rates.lane_products) + rates.launch
-        elementwise, traffic = 0, 4 * 2 * elements * prod(axis.taps for axis in plan.axes)
-    return Cost(multiply_adds, elementwise, traffic, seconds)
+def _plane_order(scheme: Scheme, pairs_of: dict[int, list[tuple[int, int]]], stored: Sequence[int]) -> list[int]:
+    """Planes in the order self-paired, first of each pair, partners: then all products are two batched runs."""
+    if any(len(pairs) > 1 for pairs in pairs_of.values()):
+        return list(range(len(scheme.evaluation)))
+    paired = [pairs_of[out][0] for out in stored]
+    return [left for left, _ in paired] + [right for left, right in paired if left != right]
 
 
 #: Largest number of weights per group that the small-group kernel keeps in its lanes.
 MAX_SMALL_WEIGHTS = 1024
 
 
-@lru_cache(maxsize=4096)
-def make_plan(
-    rows: int,
-    channels: int,
-    axes: tuple[Axis, ...],
-    groups: int = 1,
-    side: Literal["row", "column", "auto"] = "auto",
-    rates: Rates = CPU_RATES,
-) -> Plan:
-    """The cheapest plan for a weight of ``groups`` groups of ``rows x channels`` filters over ``axes``.
+#: Most products of a plan: with more, Fourier is many times faster, and making the plan takes longer than using it.
+MAX_PRODUCTS = 4096
+
+
+def _most_products(axes: tuple[Axis, ...], algorithm: Algorithm) -> int:
+    """Of all residues together, transposes included."""
+    total = 1
+    for axis in axes:
+        taps = axis.class_taps(0)
+        is_toom = algorithm == "toom" and taps <= MAX_TOOM_TAPS
+        total *= axis.residues * (len(toom_scheme(taps).products) if is_toom else taps**2)
+    return total
+
+
+def candidates(problem: Problem, side: problems.Side = "auto") -> tuple[AnyPlan, ...]:
+    """Every plan that computes the problem's loss; which one is fastest is for a backend to say.
 
     ``side="auto"`` considers both sides; the column side only where its loss is not the small difference of two larger
-    numbers (``C' <= M``), and only if every lag of the reduced axes is kept, since otherwise it is another loss.
+    numbers (``C' <= M``), and only if every lag of the reduced axes is kept, and the diagonal of lag 0, since otherwise
+    it is another loss.
     """
+    check_side(problem, side)
+    axes = axes_of(problem)
     full = all(axis.lags == axis.all_lags for axis in axes)
-    if side == "column" and not full:
-        raise ValueError("the column side needs all lags: with some of them dropped it is a different loss")
-    phases = prod(axis.residues for axis in axes)
-    sides: list[Side] = ["row", "column"] if side == "auto" else [side]
-    if side == "auto" and (not full or channels * phases > rows):
-        sides = ["row"]
-    candidates = []
-    taps = prod(axis.taps for axis in axes)
-    for candidate_side in sides:
-        algorithms: list[Algorithm] = ["direct"]
-        if any(2 <= axis.class_taps(0) <= MAX_TOOM_TAPS for axis in axes):
-            algorithms.append("toom")
-        for algorithm in algorithms:
-            candidates.append(_candidate(rows, channels, groups, axes, candidate_side, algorithm, False, rates))
-    if side != "column" and rows * channels * taps <= MAX_SMALL_WEIGHTS:
-        candidates.append(_candidate(rows, channels, groups, axes, "row", "direct", True, rates))
-    candidates.sort(key=lambda plan: plan.cost.seconds)
-    best = candidates[0]
-    object.__setattr__(best, "alternatives", tuple(candidates[1:]))
-    return best
+    sides: list[Side] = ["row"] if side == "auto" else [side]
+    is_whole = full and problem.target != OFF_DIAGONAL
+    if side == "auto" and polyphase_channels(problem) <= problem.rows and is_whole:
+        sides.append("column")
+    algorithms: list[Algorithm] = ["direct"]
+    if any(2 <= axis.class_taps(0) <= MAX_TOOM_TAPS for axis in axes):
+        algorithms.append("toom")
+    algorithms = [algorithm for algorithm in algorithms if _most_products(axes, algorithm) <= MAX_PRODUCTS]
+    plans: list[AnyPlan] = [_bilinear_plan(problem, axes, one, algorithm) for one in sides for algorithm in algorithms]
+    if any(axis.lags for axis in axes):
+        plans += [_fourier_plan(problem, axes, one) for one in sides]
+    if side != "column" and "direct" in algorithms and prod(problem.shape) // problem.groups <= MAX_SMALL_WEIGHTS:
+        plans.append(_bilinear_plan(problem, axes, "row", "direct", small=True))
+    return tuple(plans)
+
+
+def _common(problem: Problem, axes: tuple[Axis, ...], side: Side, algorithm: Algorithm) -> dict[str, Any]:
+    rows, groups = problem.rows, problem.groups
+    return {
+        "rows": rows,
+        "channels": problem.channels,
+        "groups": groups,
+        "axes": axes,
+        "side": side,
+        "algorithm": algorithm,
+        "offset": 0 if side == "row" else groups * (rows - polyphase_channels(problem)),
+        "target": problem.target,
+    }
+
+
+def _fourier_plan(problem: Problem, axes: tuple[Axis, ...], side: Side) -> FourierPlan:
+    return FourierPlan(**_common(problem, axes, side, "fourier"), sizes=tuple(2 * axis.all_lags + 1 for axis in axes))
+
+
+def _bilinear_plan(
+    problem: Problem, axes: tuple[Axis, ...], side: Side, algorithm: Algorithm, small: bool = False
+) -> Plan:
+    bilinear = _bilinear(axes, side, algorithm)
+    return Plan(**_common(problem, axes, side, algorithm), small=small, lags=_half_lags(axes), **bilinear._asdict())

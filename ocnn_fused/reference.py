@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import gcd
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,8 @@ from torch import Tensor
 
 __all__ = ["official_orth_loss", "orth_loss"]
 
-_CONVOLUTIONS = (F.conv1d, F.conv1d, F.conv2d, F.conv3d)
+_CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
+_TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
 def _per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
@@ -36,42 +37,112 @@ def orth_loss(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     padding: int | Sequence[int] | None = None,
+    target: float | Literal["free"] = 1.0,
+    part: Literal["all", "off_diagonal"] = "all",
     squared: bool = True,
 ) -> Tensor:
-    """``||Conv(K, K, padding=P, stride=S) - I_r0||_F^2`` of a weight ``(M, C/groups, k1..kn)``, as a 0-dim tensor.
+    """``||Conv(K, K, padding=P, stride=S) - a I_r0||_F^2`` of a weight ``(M, C/groups, k1..kn)``, as a 0-dim tensor.
 
     ``padding=None`` is the paper's ``floor((k-1)/S)*S`` (of the dilated extent), which keeps every lag at which two
     placements of the kernel overlap. Groups are independent and their losses add. ``squared=False`` returns the norm.
+    ``a`` is the target; "free" takes the one that makes the loss least, ``||K||^2 / M`` of each group.
+    ``part="off_diagonal"`` leaves out the diagonal of lag 0, where ``a`` is.
 
     A dilated kernel meets itself only at multiples of ``stride/gcd(stride, dilation)`` taps, so the convolution runs on
     the undilated taps with that stride.
     """
-    axes = weight.dim() - 2
-    strides, dilations = _per_axis(stride, axes), _per_axis(dilation, axes)
-    paddings = (None,) * axes if padding is None else _per_axis(padding, axes)
-    kernel: tuple[int, ...] = weight.shape[2:]
-    steps, pads = [], []
-    for k, s, d, p in zip(kernel, strides, dilations, paddings, strict=True):
-        step = s // gcd(s, d)
-        lags = (k - 1) // step
-        if p is not None:
-            lags = min(lags, p // (step * d))
-        steps.append(step if lags else 1)  # with lag 0 alone there is one position, and PyTorch is faster at stride 1
-        pads.append(lags * step)
-    if axes == 0:  # a Linear weight is a 1-tap convolution
-        weight, kernel, steps, pads = weight.unsqueeze(-1), (1,), [1], [0]
-
-    rows, channels = weight.shape[0] // groups, weight.shape[1]
-    # One grouped convolution of all groups: (rows, groups * channels, k..) with (groups * rows, channels, k..).
-    inputs = weight.reshape(groups, rows, channels, *kernel).transpose(0, 1).reshape(rows, groups * channels, *kernel)
-    product = _CONVOLUTIONS[axes](inputs, weight, stride=tuple(steps), padding=tuple(pads), groups=groups)
-    target = torch.zeros_like(product)
-    centre: tuple[Any, ...] = (..., *(p // s for p, s in zip(pads, steps, strict=True)))
-    identity = torch.eye(rows, dtype=weight.dtype, device=weight.device).repeat(1, groups)
-    target[centre] = identity
-    residual = product - target
+    residual = _SelfConvolution(weight, stride, dilation, groups, padding, target, part).residual(weight)
     loss = residual.square().sum(dtype=torch.promote_types(weight.dtype, torch.float32))
     return loss if squared else frobenius_norm(loss)
+
+
+def orth_grad(weight: Tensor, **geometry: Any) -> Tensor:
+    """Gradient of :func:`orth_loss`, ``4 sum_t (Z_t - [t=0] a I) K``, in the weight's shape, written with ``F.conv*``.
+
+    Both gradients of the self-convolution are equal, so it is twice the one with respect to the input. A free ``a``
+    counts as a constant: there the derivative with respect to it is zero.
+    """
+    convolution = _SelfConvolution(weight, **geometry)
+    return 4 * convolution.adjoint(convolution.residual(weight), weight)
+
+
+def hessian_product(weight: Tensor, vector: Tensor, **geometry: Any) -> Tensor:
+    """The derivative of :func:`orth_grad` in the direction ``vector``, which has the weight's shape."""
+    convolution = _SelfConvolution(weight, **geometry)
+    change = convolution.residual_change(weight, vector)
+    return 4 * (convolution.adjoint(change, weight) + convolution.adjoint(convolution.residual(weight), vector))
+
+
+class _SelfConvolution:
+    """``Conv(A, B, padding=P, stride=S)`` of kernels with one weight's shape, and its adjoint."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        stride: int | Sequence[int] = 1,
+        dilation: int | Sequence[int] = 1,
+        groups: int = 1,
+        padding: int | Sequence[int] | None = None,
+        target: float | Literal["free"] = 1.0,
+        part: Literal["all", "off_diagonal"] = "all",
+    ) -> None:
+        self.groups, self.target, self.part = groups, target, part
+        self.rows, self.channels = weight.shape[0] // groups, weight.shape[1]
+        axes = weight.dim() - 2
+        self.kernel: tuple[int, ...] = tuple(weight.shape[2:]) or (1,)  # a Linear weight is a 1-tap convolution
+        self.steps, self.pads = [1] * len(self.kernel), [0] * len(self.kernel)
+        strides, dilations = _per_axis(stride, axes), _per_axis(dilation, axes)
+        paddings = (None,) * axes if padding is None else _per_axis(padding, axes)
+        for axis, (k, s, d, p) in enumerate(zip(weight.shape[2:], strides, dilations, paddings, strict=True)):
+            step = s // gcd(s, d)
+            lags = (k - 1) // step
+            if p is not None:
+                lags = min(lags, p // (step * d))
+            # With lag 0 alone there is one position, and PyTorch is faster at stride 1.
+            self.steps[axis], self.pads[axis] = step if lags else 1, lags * step
+
+    def filters(self, kernels: Tensor) -> Tensor:
+        """``(groups * rows, channels, k..)``, as they are."""
+        return kernels.reshape(self.groups * self.rows, self.channels, *self.kernel)
+
+    def inputs(self, kernels: Tensor) -> Tensor:
+        """``(rows, groups * channels, k..)``: one grouped convolution then serves all groups."""
+        grouped = kernels.reshape(self.groups, self.rows, self.channels, *self.kernel).transpose(0, 1)
+        return grouped.reshape(self.rows, self.groups * self.channels, *self.kernel)
+
+    def __call__(self, first: Tensor, second: Tensor) -> Tensor:
+        """``(rows, groups * rows, lags..)``."""
+        convolution = _CONVOLUTIONS[len(self.kernel) - 1]
+        return convolution(self.inputs(first), self.filters(second), None, self.steps, self.pads, 1, self.groups)  # type: ignore[arg-type]
+
+    def residual(self, kernels: Tensor) -> Tensor:
+        target = self.mean_of_rows(kernels.square()) if self.target == "free" else self.target
+        return self.without_diagonal(self(kernels, kernels), target)
+
+    def residual_change(self, kernels: Tensor, vector: Tensor) -> Tensor:
+        """The derivative of :meth:`residual` in the direction ``vector``; a free target changes too."""
+        target = self.mean_of_rows(2 * kernels * vector) if self.target == "free" else 0.0
+        return self.without_diagonal(self(vector, kernels) + self(kernels, vector), target)
+
+    def mean_of_rows(self, elements: Tensor) -> Tensor:
+        """Sums over a group's rows, averaged; one for every row of all groups."""
+        return (elements.reshape(self.groups, -1).sum(1) / self.rows).repeat_interleave(self.rows)
+
+    def without_diagonal(self, product: Tensor, target: Tensor | float) -> Tensor:
+        """Minus ``target`` on the diagonal of lag 0, or with zeros there."""
+        identity = torch.eye(self.rows, dtype=product.dtype, device=product.device).repeat(1, self.groups)
+        whole = self.part == "all"
+        # Padded, not written into zeros: torch.func.linearize loses what is done in place.
+        around = [p // s for p, s in zip(reversed(self.pads), reversed(self.steps), strict=True) for _ in range(2)]
+        diagonal = F.pad((identity * target if whole else identity)[(..., *(None for _ in self.kernel))], around)
+        return product - (diagonal if whole else product * diagonal)
+
+    def adjoint(self, products: Tensor, second: Tensor) -> Tensor:
+        """The transpose of ``self(., second)``, in the shape of ``second``."""
+        transposed = _TRANSPOSED[len(self.kernel) - 1]
+        inputs = transposed(products, self.filters(second), None, self.steps, self.pads, 0, self.groups)  # type: ignore[arg-type]
+        grouped = inputs.reshape(self.rows, self.groups, self.channels, *self.kernel).transpose(0, 1)
+        return grouped.reshape(second.shape)
 
 
 def official_orth_loss(weight: Tensor, stride: int = 1, padding: int = 1) -> Tensor:

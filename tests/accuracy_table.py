@@ -109,7 +109,9 @@ def loss_limit(dtype: torch.dtype, reference_error: float) -> float:
     return max(LIMITS.loss_ratio * reference_error, LIMITS.loss_relative)
 
 
-def relative_errors(loss: torch.Tensor, gradient: torch.Tensor, expected: tuple) -> tuple[float, float]:
+def relative_errors(
+    loss: torch.Tensor, gradient: torch.Tensor, expected: tuple[float, np.ndarray]
+) -> tuple[float, float]:
     expected_loss, expected_gradient = expected
     difference = abs(gradient.double().cpu().numpy() - expected_gradient).max()
     return abs(loss.item() - expected_loss) / expected_loss, difference / abs(expected_gradient).max()

@@ -47,13 +47,14 @@ def without_settings() -> dict[str, str]:
 @contextmanager
 def torch_imported(python: Path | str) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
     """Runs code as ``run(python, "-c", code, ...)`` does, but imports torch once for all of it: that takes longest."""
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([str(python), "-c", FORKS], env=without_settings(), text=True, **pipes) as forks:
+    command, pipe = [str(python), "-c", FORKS], subprocess.PIPE
+    with subprocess.Popen(command, env=without_settings(), text=True, stdin=pipe, stdout=pipe) as forks:
 
         def run_code(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
             environment = {**without_settings(), "PWD": os.getcwd(), **environment}
             with TemporaryDirectory() as folder:
                 print(json.dumps([code, environment, folder]), file=forks.stdin, flush=True)
+                assert forks.stdout
                 ended = int(forks.stdout.readline())
                 output, errors = (Path(folder, number).read_text() for number in "12")
             return subprocess.CompletedProcess(code, ended, output, errors)
@@ -81,7 +82,7 @@ def make_venv(folder: Path, *distributions: str) -> Path:
         distribution = metadata.distribution(name)
         for part in {file.parts[0] for file in distribution.files or () if file.parts[0] != ".."}:
             if not (packages / part).exists() and part != "__pycache__":
-                (packages / part).symlink_to(distribution.locate_file(part))
+                (packages / part).symlink_to(str(distribution.locate_file(part)))
     return folder / "bin" / "python"
 
 

@@ -7,12 +7,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-# Triton decides when its functions are decorated, so before anything imports it.
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
+from ocnn_fused.backends.triton.availability import device_reason, interpreted
+
+# Triton decides when its functions are decorated, so before it is imported. On a GPU that it does not serve it
+# interprets, as without any.
+os.environ.setdefault("TRITON_INTERPRET", "0" if device_reason(torch.device("cuda")) is None else "1")
 
 # cuBLAS gives the same bits each time only if it is told so before it is loaded.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -21,11 +26,14 @@ from oracle import Case, loss_and_grad
 
 from ocnn_fused import backends, fused_orth_loss
 
+#: Whether the Triton kernels run on a GPU.
+TRITON_ON_GPU = torch.cuda.is_available() and not interpreted()
+
 #: Without triton, only what the backend then says is tested.
 collect_ignore = (
     []
     if find_spec("triton")
-    else [f"test_triton_{part}.py" for part in ("api", "kernels", "launch", "precision", "tune")]
+    else [f"test_triton_{part}.py" for part in ("api", "kernels", "launch", "precision", "targets", "tune")]
 )
 
 #: Error against the definition in float64: of the loss relative to max(1, loss), of the gradient to its largest entry.
@@ -46,12 +54,22 @@ class Limits:
 
 LIMITS = Limits()
 
-DEVICES = {"cpu": "cpu", "torch": "cpu", "triton": "cuda", "cuda": "cuda"}
+#: Whether the part for GPUs runs on tests/stand_in.py: of the tests themselves it shows whether a GPU would fail them.
+STAND_IN = os.environ.get("OCNN_FUSED_TEST_STAND_IN") == "1"
+if STAND_IN:
+    import stand_in
+
+    stand_in.install()
+
+GPU = stand_in.NAME if STAND_IN else "cuda"
+DEVICES = {"cpu": "cpu", "torch": "cpu", "triton": GPU, "cuda": GPU}
 
 
 def _missing(backend: str) -> str | None:
     """Why a GPU backend cannot be tested here; the others must run everywhere."""
-    return backends.BACKENDS[backend].unavailable_reason(torch.device("cuda")) if DEVICES[backend] == "cuda" else None
+    if STAND_IN:
+        return "the stand-in for a GPU has one backend" if backend != "cuda" else None
+    return backends.MODULES[backend].unavailable_reason(torch.device("cuda")) if DEVICES[backend] == GPU else None
 
 
 #: What the environment asks for (all of it must run), else every backend that this machine can run.
@@ -60,16 +78,54 @@ BACKENDS = _ASKED or tuple(name for name in DEVICES if _missing(name) is None)
 
 
 def _param(name: str) -> object:
-    marks = [pytest.mark.gpu] if DEVICES[name] == "cuda" else []
+    marks = [pytest.mark.gpu] if DEVICES[name] == GPU else []
     marks += [] if name in BACKENDS else [pytest.mark.skip(reason=f"backend {name!r}: {_missing(name)}")]
     return pytest.param(name, marks=marks)
 
 
+@contextlib.contextmanager
+def float32_convolutions(precision: str) -> Iterator[None]:
+    """What cuDNN's convolutions are allowed, "ieee" or "tf32", in whichever way this torch is told."""
+    newer = getattr(torch.backends.cudnn, "conv", None)
+    owner, name = (newer, "fp32_precision") if newer is not None else (torch.backends.cudnn, "allow_tf32")
+    before = getattr(owner, name)
+    setattr(owner, name, precision if newer is not None else precision == "tf32")
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
 @pytest.fixture(params=[_param(name) for name in _ASKED or DEVICES])
 def backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every backend in turn; what a test makes meanwhile lies on its device."""
-    with torch.device("cuda") if DEVICES[request.param] == "cuda" else contextlib.nullcontext():
+    """Every backend in turn; what a test makes meanwhile lies on its device, where products are not rounded."""
+    on_gpu = DEVICES[request.param] == GPU
+    with float32_convolutions("ieee"), torch.device(GPU) if on_gpu else contextlib.nullcontext():
         yield request.param
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items if STAND_IN else ():
+        if any(part in item.nodeid for part in stand_in.LEFT_OUT):
+            item.add_marker(pytest.mark.skip(reason="not possible with the stand-in for a GPU"))
+
+
+def unusable_gpu(torch_cuda: str | None, available: bool, driver: Path, visible: str | None) -> str | None:
+    """Why a run would be green with everything for GPUs skipped: a driver that is too old for torch's CUDA."""
+    if torch_cuda is None or available or visible in ("", "-1") or not driver.exists():
+        return None
+    version = driver.read_text().splitlines()[0].strip()
+    return (
+        f"torch {torch.__version__} is built for CUDA {torch_cuda} and sees no GPU, but this machine has a driver "
+        f"({version}): install one that is new enough, or set CUDA_VISIBLE_DEVICES='' to test the CPU alone"
+    )
+
+
+def pytest_configure() -> None:
+    driver = Path("/proc/driver/nvidia/version")
+    reason = unusable_gpu(torch.version.cuda, torch.cuda.is_available(), driver, os.environ.get("CUDA_VISIBLE_DEVICES"))
+    if reason is not None:
+        pytest.exit(reason, returncode=1)
 
 
 @pytest.fixture
@@ -77,7 +133,7 @@ def poisoned_memory() -> Iterator[None]:
     """Fresh memory holds NaN, in C++ too, so that a value that nobody wrote is seen."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     assert torch.empty(64).isnan().all()
     yield
     torch.use_deterministic_algorithms(before)
@@ -88,7 +144,7 @@ def grad_of(loss: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return gradient
 
 
-def fused(weight: torch.Tensor, case: Case, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+def fused(weight: torch.Tensor, case: Case, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Loss and gradient of the package under test, on the backend's device; the weight is left alone."""
     device = DEVICES.get(str(options.get("backend")), weight.device)
     leaf = weight.detach().to(device).requires_grad_()

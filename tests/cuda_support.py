@@ -18,7 +18,7 @@ import torch
 from oracle import Case, loss_and_grad
 from plans import plan_named
 
-from ocnn_fused.backends.lowering import lower, lower_small
+from ocnn_fused.backends.lowering import lower
 
 ROOT = Path(__file__).resolve().parent.parent
 KERNELS = ROOT / "csrc" / "cuda" / "kernels.cuh"
@@ -91,7 +91,9 @@ def compile_ops(folder: Path) -> Path:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     source = KERNELS.with_name("orth_cuda.cu").read_text()
-    launch = "cuda_host::launch(1, geometry.blocks, geometry.threads, geometry.shared_bytes, kernel, arguments...);"
+    launch = (
+        "cuda_host::launch(1, geometry.thread_blocks, geometry.threads, geometry.shared_bytes, kernel, arguments...);"
+    )
     source, launches = re.subn(r"kernel<<<[\s\S]*?>>>\(arguments\.\.\.\);", launch, source)
     assert launches == 1, "orth_cuda.cu no longer launches its kernels in one place"
     # Little memory, so that small weights are worked on as large ones are.
@@ -102,6 +104,8 @@ def compile_ops(folder: Path) -> Path:
     }.items():
         assert source.count(allowed) == 1
         source = source.replace(allowed, less)
+    # The package's own extension is loaded too, and has made the type known.
+    source += "void ocnn_fused::register_plan_type() {}\n"
     (folder / "orth_cuda.cpp").write_text(source)
     folders = [HOST / "stubs", KERNELS.parent, KERNELS.parent.parent]
     library = folder / "orth_cuda.so"
@@ -192,13 +196,11 @@ class Run:
         packer.integers(len(tensors))
         for tensor in tensors:
             packer.reals(span_of(tensor))
-        if plan.small:
-            packer.array(lower_small(plan).layout.tolist())
-            return packer.bytes
         lowered = lower(plan, torch.float64)
         packer.array(lowered.layout.tolist())
-        packer.reals(lowered.constants.tolist())
-        packer.integers(self.chunk, self.interleaved)
+        if lowered.constants is not None:
+            packer.reals(lowered.constants.tolist())
+            packer.integers(self.chunk, self.interleaved)
         return packer.bytes
 
     def result_sizes(self) -> tuple[int, int]:

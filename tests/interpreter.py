@@ -5,7 +5,8 @@ Import this module before any kernel is decorated (it sets TRITON_INTERPRET), on
 What is repaired, all of it in Triton's own classes and undone when the context ends:
 
 - bfloat16 operands of ``tl.dot`` are multiplied as numbers (the interpreter multiplies their bit patterns), float32 is
-  rounded to bfloat16 to nearest even (the interpreter truncates), and ``tf32`` products round their operands;
+  rounded to bfloat16 to nearest even (the interpreter truncates), and ``tf32`` products drop the low bits of their
+  operands, which Triton hands to the hardware as they are;
 - programs run sequentially, shuffled, or interleaved: one thread per program, a seeded baton passed at every access to
   memory, which is what shows a race;
 - a device function does not patch the language again for every call, which is most of the interpreter's time, and
@@ -67,13 +68,18 @@ def round_to_tf32(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x1000) & 0xFFFFE000).view(np.float32)
 
 
+def truncate_to_tf32(values: np.ndarray) -> np.ndarray:
+    """What a matrix instruction sees of an operand."""
+    return (np.ascontiguousarray(values, dtype=np.float32).view(np.uint32) & 0xFFFFE000).view(np.float32)
+
+
 def _dot_with_rounding(original: Callable[..., Any]) -> Callable[..., Any]:
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, *rest: Any) -> Any:
-        convert = None
+        convert: Callable[[np.ndarray], np.ndarray] | None = None
         if a.dtype.scalar == tl.bfloat16:
             convert = float_of_bf16
         elif a.dtype.scalar == tl.float32 and str(input_precision).upper().endswith("TF32"):
-            convert = round_to_tf32
+            convert = truncate_to_tf32
         if convert is not None:
             a, b = (TensorHandle(convert(operand.data), tl.float32) for operand in (a, b))
         return original(self, a, b, d, input_precision, *rest)
@@ -171,7 +177,7 @@ class _Reordered:
         last = tuple(size - 1 for size in builder.grid_dim)
         if tuple(builder.grid_idx) != last:
             return
-        programs = list(itertools.product(*map(range, builder.grid_dim)))
+        programs = [(x, y, z) for x, y, z in itertools.product(*map(range, builder.grid_dim))]
 
         def run_program(place: tuple[int, int, int]) -> None:
             builder.set_grid_idx(*place)

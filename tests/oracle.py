@@ -28,6 +28,8 @@ class Case:
     dilation: Ints = 1
     groups: int = 1
     padding: Ints | None = None
+    target: float | str = 1.0
+    part: str = "all"
 
     def __str__(self) -> str:
         def join(value: Ints) -> str:
@@ -37,12 +39,16 @@ class Case:
         for letter, value, default in (("s", self.stride, 1), ("d", self.dilation, 1), ("g", self.groups, 1)):
             parts += [letter + join(value)] if value != default else []
         parts += [] if self.padding is None else [f"p{join(self.padding)}"]
+        parts += [] if self.target == 1.0 else [f"a{self.target}"]
+        parts += [] if self.part == "all" else [self.part]
         return "-".join(parts)
 
     @property
     def options(self) -> dict[str, Any]:
         """Keyword arguments of every implementation."""
-        return {name: getattr(self, name) for name in ("stride", "dilation", "groups", "padding")}
+        names = ["stride", "dilation", "groups", "padding"]
+        names += [name for name, default in (("target", 1.0), ("part", "all")) if getattr(self, name) != default]
+        return {name: getattr(self, name) for name in names}
 
     @property
     def rank(self) -> int:
@@ -118,13 +124,18 @@ def per_axis(value: Ints, rank: int) -> tuple[int, ...]:
 
 
 def loss_and_grad(weight: Any, case: Case, *, squared: bool = True) -> tuple[float, np.ndarray]:
-    """``L = sum_p ||Z_p - [p = 0] I||_F^2`` over the kept positions, and ``dL/dK_u = 4 sum_v R_(u - v) K_v``."""
+    """``L = sum_p ||Z_p - [p = 0] a I||_F^2`` over the kept positions, and ``dL/dK_u = 4 sum_v R_(u - v) K_v``.
+
+    A free ``a`` is the squared length of a group's filters on average; "off_diagonal" has zeros where ``a`` would be.
+    """
     array = _float64(weight)
     rows = case.shape[0] // case.groups
     kernel = array.reshape(case.groups, rows, *case.shape[1:])
     taps = {u: np.ascontiguousarray(kernel[(..., *u)]) for u in np.ndindex(*case.shape[2:])}
     origin = (0,) * case.rank
-    residual = {origin: -np.broadcast_to(np.eye(rows), (case.groups, rows, rows))}
+    free = np.array([(group**2).sum() / rows for group in kernel])
+    targets = free if case.target == "free" else np.full(case.groups, float(case.target))
+    residual = {origin: -targets[:, None, None] * np.eye(rows)}
     meetings = []
     for u, v in itertools.product(taps, repeat=2):
         position = tuple(d * (a - b) for d, a, b in zip(case.dilations, u, v, strict=True))
@@ -133,6 +144,8 @@ def loss_and_grad(weight: Any, case: Case, *, squared: bool = True) -> tuple[flo
             meetings.append((u, v, position))
             product = taps[u] @ taps[v].swapaxes(1, 2)
             residual[position] = residual[position] + product if position in residual else product
+    if case.part == "off_diagonal":
+        residual[origin] = residual[origin] * (1 - np.eye(rows))
     gradient = np.zeros_like(kernel)
     for u, v, position in meetings:
         gradient[(..., *u)] += 4 * residual[position] @ taps[v]
@@ -187,7 +200,8 @@ def polyphase(kernel: np.ndarray, steps: tuple[int, ...]) -> np.ndarray:
     result = np.zeros((*kernel.shape[:2], *phases, *counts), dtype=kernel.dtype)
     for tap in np.ndindex(*taps):
         position, residue = _split(tap, steps)
-        result[(slice(None), slice(None), *residue, *position)] = kernel[(slice(None), slice(None), *tap)]
+        place: tuple[Any, ...] = (..., *residue, *position)
+        result[place] = kernel[(..., *tap)]
     return result.reshape(kernel.shape[0], -1, *counts)
 
 
@@ -226,14 +240,15 @@ def orthogonal_kernel(shape: tuple[int, ...], steps: tuple[int, ...], rng: np.ra
                 has_factor = (k - 1 - residue[axis]) // step >= factor
                 basis = orthogonal_matrix(channels, max(1, channels // 2), rng)
                 projection[index, :, index, :] = basis @ basis.T if has_factor else np.eye(channels)
-            projection = projection.reshape(width, width)
-            kernel = _convolve(kernel, (projection, np.eye(width) - projection), axis)
+            square = projection.reshape(width, width)
+            kernel = _convolve(kernel, (square, np.eye(width) - square), axis)
     counts = kernel.shape[2:]
     kernel = kernel.reshape(rows, len(residues), channels, *counts)
     result = np.zeros(shape)
     for tap in np.ndindex(*taps):
         position, residue = _split(tap, steps)
-        result[(..., *tap)] = kernel[(slice(None), residues.index(residue), slice(None), *position)]
+        place: tuple[Any, ...] = (slice(None), residues.index(residue), slice(None), *position)
+        result[(..., *tap)] = kernel[place]
     return result
 
 

@@ -10,19 +10,21 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 import torch
 from oracle import Case
-from plans import candidates
+from plans import candidates, job
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from ocnn_fused.backends import pytorch
-from ocnn_fused.backends.triton.model import refusal
+from ocnn_fused.backends.triton import refusal
 from ocnn_fused.plan import Plan
+from ocnn_fused.problem import DEFAULT_OPTIONS, Precision
 
 
 def rounded(values: Tensor, precision: str) -> Tensor:
@@ -46,21 +48,22 @@ class RoundedProducts(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def gradient(weight: Tensor, plan: Plan, precision: str | None = None) -> Tensor:
+def gradient(weight: Tensor, plan: Plan, precision: Precision | None = None) -> Tensor:
     """In float64, but for the operands of products."""
-    if precision is None:
-        return pytorch.run([weight.double()], [plan], [True])[1][0]
-    with RoundedProducts(precision):
-        return pytorch.run([weight.double()], [plan], [True])[1][0]
+    weight = weight.double()
+    execute = pytorch.prepare([job(plan, weight)], weight.device, DEFAULT_OPTIONS)
+    with nullcontext() if precision is None else RoundedProducts(precision):
+        return execute([weight])[1][0]
 
 
 def direct_row(case: Case) -> Plan:
     return next(plan for plan in candidates(case) if plan.is_diagonal and plan.side == "row" and not plan.small)
 
 
-def matrix_plans(case: Case, precision: str) -> list[Plan]:
+def matrix_plans(case: Case, precision: Precision) -> list[Plan]:
     """Those that may be chosen and use matrix products; small groups round nothing."""
-    return [plan for plan in candidates(case) if not plan.small and refusal(plan, precision) is None]
+    plans = (plan for plan in candidates(case) if not plan.small)
+    return [plan for plan in plans if refusal(plan, torch.float32, "A100", precision) is None]
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ class Ratio:
     largest: float
 
 
-def error_ratios(weight: Tensor, case: Case, plans: Sequence[Plan], precision: str) -> list[Ratio]:
+def error_ratios(weight: Tensor, case: Case, plans: Sequence[Plan], precision: Precision) -> list[Ratio]:
     """One for each plan."""
     exact, definition = (gradient(weight, direct_row(case), rounding) for rounding in (None, precision))
     unit = definition - exact
@@ -93,7 +96,7 @@ def draw_case(rng: random.Random, most_work: float = 2e8) -> Case:
         stride, dilation = (
             tuple(rng.choice(values) for _ in range(rank)) for values in ((1, 1, 2, 3, 4), (1, 1, 1, 2, 3))
         )
-        padding = tuple(rng.randint(0, 6) for _ in range(rank)) if rng.random() < 0.1 else None
+        padding = tuple(rng.randint(0, 6) // s * s for s in stride) if rng.random() < 0.1 else None
         case = Case((groups * rows, channels, *kernel), stride, dilation, groups, padding)
         if groups * rows * max(rows, channels) * channels * prod(kernel) ** 2 <= most_work:
             return case
@@ -111,23 +114,25 @@ def draw_weights(case: Case, seed: int) -> Iterator[tuple[str, Tensor]]:
 def main(count: int, seed: int = 0) -> None:
     torch.set_num_threads(1)
     rng = random.Random(seed)
-    worst: dict[tuple[str, str], list[tuple[float, float, str]]] = {}
+    worst: dict[tuple[str, str], list[tuple[Ratio, str]]] = {}
     measured = 0
     for index in range(count):
-        case, precision = draw_case(rng), rng.choice(("tf32", "bf16"))
+        case = draw_case(rng)
+        precision: Precision = rng.choice(("tf32", "bf16"))
         plans = [plan for plan in matrix_plans(case, precision) if not plan.is_diagonal or plan.side == "column"]
         for name, weight in draw_weights(case, index) if plans else ():
             for plan, ratio in zip(plans, error_ratios(weight, case, plans, precision), strict=True):
                 found = worst.setdefault((plan.algorithm, name), [])
-                found.append((ratio.rms, ratio.largest, f"{case} {plan.name} {precision}"))
+                found.append((ratio, f"{case} {plan.name} {precision}"))
                 measured += 1
     print(f"{count} shapes, {measured} gradients")
     for (kind, name), found in sorted(worst.items()):
-        above = [sum(ratio[index] > 4 for ratio in found) for index in (0, 1)]
-        print(f"{kind} {name}: of {len(found)}, {above[0]} above 4 (root mean square), {above[1]} (largest entry)")
-        for index, what in enumerate(("root mean square", "largest entry")):
-            for ratio in sorted(found, key=lambda one: -one[index])[:3]:
-                print(f"    {what} {ratio[index]:.2f}  {ratio[2]}")
+        print(f"{kind} {name}: {len(found)} gradients")
+        for what, measure in (("root mean square", "rms"), ("largest entry", "largest")):
+            ratios = sorted(((getattr(ratio, measure), label) for ratio, label in found), reverse=True)
+            print(f"  {what}: {sum(ratio > 4 for ratio, _ in ratios)} above 4")
+            for ratio, label in ratios[:3]:
+                print(f"    {ratio:.2f}  {label}")
 
 
 if __name__ == "__main__":

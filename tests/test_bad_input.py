@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,11 +13,17 @@ from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach, kernel_orth_los
 
 WEIGHT = torch.ones(6, 4, 3, 3)
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*quantized tensor creation", "ignore:Sparse CSR")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*quantized tensor creation", "ignore:Sparse CSR", "ignore:The PyTorch API of nested"
+)
 
 
 def quantised() -> torch.Tensor:
     return torch.quantize_per_tensor(WEIGHT, 0.1, 0, torch.qint8)
+
+
+def nested() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.ones(4, 4), torch.ones(2, 4)])
 
 
 WEIGHTS = [
@@ -33,6 +40,7 @@ WEIGHTS = [
     pytest.param(lambda: torch.eye(4).to_sparse(), TypeError, r"weight .*dense.*torch\.sparse_coo", id="coo"),
     pytest.param(lambda: torch.eye(4).to_sparse_csr(), TypeError, r"weight .*dense.*torch\.sparse_csr", id="csr"),
     pytest.param(quantised, TypeError, r"weight .*float64.*got torch\.qint8", id="quantised"),
+    pytest.param(nested, TypeError, r"weight must be one dense tensor, got a nested one", id="nested"),
     pytest.param([[1.0]], TypeError, r"weight must be a tensor, got list", id="list"),
     pytest.param(None, TypeError, r"weight must be a tensor, got NoneType", id="None"),
 ]  # fmt: skip
@@ -62,7 +70,7 @@ OPTIONS = [
     ({"padding": "same"}, TypeError, r"padding .*got 'same'"),
     ({"padding": 1, "stride": 2}, ValueError, r"padding must be a multiple .*got \(1, 1\) with stride \(2, 2\)"),
     ({"padding": (2, 3), "stride": (2, 2)}, ValueError, r"padding must be a multiple of the stride .*got \(2, 3\)"),
-    ({"side": "both"}, ValueError, r"side must be 'auto', 'row' or 'column', got 'both'"),
+    ({"side": "both"}, ValueError, r"side must be one of 'auto', 'row', 'column', got 'both'"),
     ({"side": None}, ValueError, r"side must be .*got None"),
     ({"side": "column", "padding": 1}, ValueError, r"side='column' needs all lags.*padding=\(1, 1\).*3 of 5 lags"),
     ({"backend": "cuda12"}, ValueError, r"backend must be None or one of .*'cpu'.*'torch'.*got 'cuda12'"),
@@ -81,7 +89,7 @@ def test_bad_weight(weight: Any, error: type[Exception], message: str) -> None:
     for function in (fused_orth_loss, kernel_orth_loss):
         with pytest.raises(error, match=message):
             function(weight)
-    with pytest.raises(error, match=message.replace("weight", r"weights\[1\]", 1)):
+    with pytest.raises(error, match=rf"weights\[1\]: {message}"):
         fused_orth_loss_foreach([WEIGHT, weight])
 
 
@@ -93,13 +101,11 @@ def test_bad_option(options: dict[str, Any], error: type[Exception], message: st
 
 @pytest.mark.parametrize(("options", "error", "message"), OPTIONS, ids=str)
 def test_bad_option_of_one_of_many(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    """The message is the same, with the plural of the argument's name."""
+    """The message is the same, behind the weight's place in the list."""
     good = {"stride": 1, "dilation": 1, "groups": 1, "padding": None}
     lists = {name: [good[name], value] if name in good else value for name, value in options.items()}
-    for name in ("stride", "dilation", "padding"):
-        if message.startswith(name):
-            message = message.replace(name, name + "s", 1)
-    message = message.replace(r"weight\.shape", r"weights\[1\]\.shape").replace(r"padding=", r"paddings=")
+    if set(options) & set(good):
+        message = rf"weights\[1\]: {message}"
     with pytest.raises(error, match=message):
         fused_orth_loss_foreach([WEIGHT, WEIGHT], **plural(lists))
 
@@ -107,6 +113,14 @@ def test_bad_option_of_one_of_many(options: dict[str, Any], error: type[Exceptio
 def test_options_are_keywords() -> None:
     with pytest.raises(TypeError, match="positional"):
         fused_orth_loss(WEIGHT, 1, 1)
+
+
+@pytest.mark.parametrize("name", ["strides", "dilations", "groups", "paddings"])
+@pytest.mark.parametrize("value", [2.0, True, {1, 2}], ids=str)
+def test_one_value_for_all_weights(name: str, value: Any) -> None:
+    message = rf"{name} must be one int or a sequence of 2 \(one entry per weight\), got {re.escape(repr(value))}"
+    with pytest.raises(TypeError, match=message):
+        fused_orth_loss_foreach([WEIGHT, WEIGHT], **{name: value})
 
 
 def test_linear_takes_no_tuple() -> None:

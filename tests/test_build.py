@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -167,7 +169,7 @@ def test_versions_that_fit(toolkit: tuple[int, int], torch_cuda: str, outcome: s
     found = Toolkit(Path("/cuda"), toolkit)
     both = rf"torch 2\.9 was built with CUDA {torch_cuda} and the toolkit is CUDA {cuda_toolkit.dotted(toolkit)}"
     if outcome == "mismatch":
-        with pytest.raises(cuda_toolkit.Mismatch, match=both):
+        with pytest.raises(cuda_toolkit.Unavailable, match=both):
             cuda_toolkit.check_fits(found, "2.9", torch_cuda)
     elif outcome == "too old":
         with pytest.raises(Unavailable, match=r"the toolkit is CUDA 11\.8 in /cuda, and C\+\+20 needs CUDA 12\.0"):
@@ -319,7 +321,7 @@ class Environment:
 def cpu_torch(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     if torch.version.cuda is not None:
         pytest.skip("torch is a CUDA build here")
-    with torch_imported(make_venv(tmp_path_factory.mktemp("cpu") / "venv", "torch", "setuptools")) as run:
+    with torch_imported(make_venv(tmp_path_factory.mktemp("cpu") / "venv", "torch", "setuptools", "ninja")) as run:
         yield Environment(run, sources)
 
 
@@ -430,16 +432,36 @@ def test_cuda_torch_forced_off(cuda_torch: Environment, tmp_path: Path) -> None:
     assert "the CUDA backend is switched off by OCNN_FUSED_CUDA=0\n" in output
 
 
-def test_another_major_version_fails(cuda_torch: Environment, versions: Versions, tmp_path: Path) -> None:
+def test_another_major_version_is_left_out(cuda_torch: Environment, versions: Versions, tmp_path: Path) -> None:
+    """Triton and the CPU need no toolkit."""
     version, (major, minor) = versions
     home = make_toolkit(tmp_path / "cuda", f"{major - 1}.4")
-    content, output = cuda_torch.setup(CUDA_HOME=str(home))
-    assert not content
-    assert output.splitlines()[-1] == (
+    why = (
         f"torch {version} was built with CUDA {major}.{minor} and the toolkit is CUDA {major - 1}.4 in {home}: "
-        "their major versions must agree; set CUDA_HOME to a toolkit that fits, or set OCNN_FUSED_CUDA=0 to build "
-        "without the CUDA backend"
+        "their major versions must agree, so set CUDA_HOME to a toolkit that fits"
     )
+    content, output = cuda_torch.setup(CUDA_HOME=str(home))
+    assert content, output
+    assert f"the CUDA backend is left out: {why}\n" in output
+    content, output = cuda_torch.setup(CUDA_HOME=str(home), OCNN_FUSED_CUDA="1")
+    assert not content
+    assert output.splitlines()[-1] == f"OCNN_FUSED_CUDA=1 asks for the CUDA backend, but {why}"
+
+
+@pytest.mark.parametrize("wish", ["", "1"])
+def test_another_major_version_with_any_torch(wish: str, tmp_path: Path) -> None:
+    """The same without a CUDA build: torch is told that it is one of CUDA 12."""
+    home = make_toolkit(tmp_path / "cuda", "11.8")
+    code = (
+        "import runpy, sys, torch; torch.version.cuda = '12.8'; sys.argv = ['setup.py', '--quiet', '--version']; "
+        f"runpy.run_path({str(ROOT / 'setup.py')!r}, run_name='__main__')"
+    )
+    environment = {**os.environ, "CUDA_HOME": str(home), "OCNN_FUSED_CUDA": wish}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode == 0) == (wish == ""), done.stderr
+    what = "OCNN_FUSED_CUDA=1 asks for the CUDA backend, but" if wish else "the CUDA backend is left out:"
+    assert f"{what} torch {torch.__version__} was built with CUDA 12.8 and the toolkit is CUDA 11.8" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
 
 
 def test_another_minor_version_warns(cuda_torch: Environment, versions: Versions, tmp_path: Path) -> None:

@@ -6,15 +6,20 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import BACKENDS, assert_matches_definition, fused
+from conftest import BACKENDS, TOLERANCES, assert_matches_definition, errors, fused
 from oracle import Case
+from plans import job, plan_named
 
-from ocnn_fused import fused_orth_loss, fused_orth_loss_foreach
-from ocnn_fused.plan import make_plan, reduce_axis
+from ocnn_fused import _extension, fused_orth_loss, fused_orth_loss_foreach
+from ocnn_fused.backends import cpu
+from ocnn_fused.backends.job import Job
+from ocnn_fused.plan import Plan
+from ocnn_fused.problem import DEFAULT_OPTIONS
 
 pytestmark = pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled backend is left out")
 
@@ -59,28 +64,69 @@ KINDS = [
 ]
 
 
-def plan_name(case: Case) -> str:
-    paddings = [None] * case.rank if case.padding is None else case.paddings
-    geometry = zip(case.shape[2:], case.strides, case.dilations, paddings, strict=True)
-    axes = tuple(reduce_axis(*axis) for axis in geometry)
-    return make_plan(case.shape[0] // case.groups, case.shape[1], axes, case.groups).name
-
-
 @pytest.mark.parametrize(("name", "case"), KINDS, ids=str)
 def test_every_kind_of_plan(name: str, case: Case, poisoned_memory: None) -> None:
-    """In every dtype, with every fresh byte a NaN."""
-    assert plan_name(case) == name
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+    """The plan itself, whether or not it would be chosen, in every dtype, with every fresh byte a NaN."""
+    plan = plan_named(case, name)
+    for dtype, limit in TOLERANCES.items():
         weight = case.random(dtype=dtype)
-        assert_matches_definition(weight, case, backend="cpu")
-        alone = fused_orth_loss(weight, **case.options, backend="cpu")
-        assert torch.equal(alone, fused(weight, case, backend="cpu")[0]), "the loss without gradient is another"
+        (loss,), (grad,) = execute(job(plan, weight), weight)
+        assert max(errors(loss, grad, weight, case)) <= limit
+        (alone,), _ = execute(job(plan, weight, with_grad=False), weight)
+        assert torch.equal(alone, loss), "the loss without gradient is another"
+
+
+def execute(one: Job[Plan], weight: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    return cpu.prepare([one], torch.device("cpu"), DEFAULT_OPTIONS)([weight])
+
+
+#: Ranges in which the profiler sees the products of gram: by the BLAS, and on panels together with evaluate.
+BLAS, PANELS = "ocnn_fused::gram", "ocnn_fused::evaluate+gram"
+
+
+def ranges(case: Case, **options: object) -> Counter[str]:
+    """How often the profiler sees each stage of loss and gradient."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        fused(case.random(), case, backend="cpu", **options)
+    return Counter(event.name for event in profile.events() if event.name.startswith("ocnn_fused::"))
 
 
 def assert_cut(case: Case, side: str) -> None:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        fused(case.random(), case, side=side, backend="cpu")
-    assert sum(event.count for event in profile.key_averages() if event.key == "ocnn_fused::gram") > 1
+    seen = ranges(case, side=side)
+    assert seen[BLAS] + seen[PANELS] > 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((70, 72, 3, 3)),
+        Case((64, 40, 3, 3), stride=2),
+        Case((130, 40, 3, 3)),
+        Case((40, 50, 5, 4)),
+        Case((96, 20, 3), groups=3),
+        Case((96, 20, 3), groups=3, target="free"),
+        Case((130, 40, 3, 3), target="free"),
+        Case((64, 40, 3, 3), stride=2, part="off_diagonal"),
+    ],
+    ids=str,
+)
+def test_panels_and_the_blas_agree_with_the_definition(case: Case, poisoned_memory: None) -> None:
+    assert _extension.module.use_panels(True)
+    seen = []
+    try:
+        for wanted in (True, False):
+            _extension.module.use_panels(wanted)
+            seen.append(ranges(case))
+            for dtype in (torch.float64, torch.float32, torch.bfloat16):
+                assert_matches_definition(case.random(dtype=dtype), case, backend="cpu")
+    finally:
+        assert not _extension.module.use_panels(True)
+    on_panels, by_the_blas = seen
+    assert by_the_blas[BLAS] >= 1
+    assert by_the_blas[PANELS] == 0
+    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # other machines have no panels
+        assert on_panels[PANELS] >= 1
+        assert on_panels[BLAS] == 0
 
 
 def assert_same_as_in_one_piece(case: Case, side: str, dtype: torch.dtype) -> None:
@@ -115,12 +161,12 @@ def test_work_in_pieces(case: Case, side: str, poisoned_memory: None) -> None:
 
 #: More than fits a core's cache at once.
 LARGE = [
-    (Case((24, 800, 3, 3, 3)), "row"),  # a contraction in several pieces
+    (Case((24, 800, 3, 3, 3)), "row"),  # a contraction in several chunks
     (Case((800, 24, 3, 3, 3)), "column"),
     (Case((16, 500, 7, 6), stride=2), "row"),  # that begin in one residue and end in another
-    (Case((2000, 10, 3, 3), groups=40), "row"),  # groups in several spans
+    (Case((2000, 10, 3, 3), groups=40), "row"),  # more groups than are worked on at once
     (Case((130, 120, 5, 5)), "row"),
-    (Case((250, 300, 3, 3)), "row"),  # sums of products in several pieces
+    (Case((250, 300, 3, 3)), "row"),  # sums of products in several chunks
     (Case((512, 256, 3, 3)), "column"),
     (Case((515, 130, 3, 3), stride=2), "row"),
     (Case((260, 800, 3, 3)), "row"),  # cut also where products are the BLAS's
@@ -195,6 +241,7 @@ REPORT = """
 import json, torch
 from conftest import fused
 from oracle import Case
+from plans import job, plan_named
 torch.set_num_threads({threads})
 cases = [Case((70, 72, 3, 3)), Case((100, 3, 7, 7), stride=2), Case((64, 1, 3, 3), groups=64), Case((40, 70)),
          Case((300, 40, 3, 3), stride=2)]

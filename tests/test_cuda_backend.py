@@ -15,12 +15,15 @@ import torch
 from conftest import TOLERANCES, errors, fused, grad_of
 from cuda_support import KERNELS, compile_ops, run_ops
 from oracle import Case
-from plans import candidates, plan_named
+from plans import candidates, job, plan_named
+from plans import chosen as chosen_by
+from plans import problem as problem_of_case
 from test_cpu_backend import KINDS
 
-from ocnn_fused import _extension, backends, fused_orth_loss, fused_orth_loss_foreach
+from ocnn_fused import _extension, backends, engine, fused_orth_loss, fused_orth_loss_foreach
 from ocnn_fused.backends import cuda
-from ocnn_fused.backends.triton.model import SPECS
+from ocnn_fused.plan import Plan
+from ocnn_fused.problem import DEFAULT_OPTIONS
 
 GPU = torch.device("cuda", 0)
 
@@ -94,12 +97,16 @@ def test_architecture_outside_of_the_build(whole: pytest.MonkeyPatch) -> None:
 
 
 def test_order_of_preference() -> None:
-    assert list(backends.BACKENDS) == ["cpu", "triton", "cuda", "torch"]
+    assert list(backends.MODULES) == ["cpu", "triton", "cuda", "torch"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Plans
 # ----------------------------------------------------------------------------------------------------------------------
+
+
+def chosen(case: Case, precision: str = "ieee", dtype: torch.dtype = torch.float32) -> Plan:
+    return chosen_by(problem_of_case(case), "cuda", "A100", precision, dtype)
 
 
 @pytest.mark.parametrize(
@@ -113,15 +120,15 @@ def test_order_of_preference() -> None:
     ids=str,
 )
 def test_chosen_plans(name: str, case: Case) -> None:
-    best = candidates(case)[0]
-    assert cuda.choose_plan(best, torch.float32, SPECS["A100"], "ieee").name == name
+    assert chosen(case).name == name
 
 
 def test_what_rounds_too_much_is_not_chosen() -> None:
     """Three taps on three axes amplify the rounding of TF32 operands more than a gradient should bear."""
-    best = candidates(Case((256, 256, 3, 3, 3)))[0]
-    assert cuda.choose_plan(best, torch.float32, SPECS["A100"], "ieee").name == "toom/row"
-    assert cuda.choose_plan(best, torch.float32, SPECS["A100"], "tf32").name == "direct/row"
+    case = Case((256, 256, 3, 3, 3))
+    assert chosen(case).name == "toom/row"
+    assert chosen(case, "tf32").algorithm != "toom"
+    assert cuda.refusal(plan_named(case, "toom/row"), torch.float32, "A100", "tf32") == "not accurate enough in tf32"
 
 
 def test_what_does_not_fit_is_not_chosen() -> None:
@@ -129,7 +136,9 @@ def test_what_does_not_fit_is_not_chosen() -> None:
     long = Case((64, 64, 5, 5, 5))
     assert cuda.fits(plan_named(long, "toom/row"), torch.float32)
     assert not cuda.fits(plan_named(long, "toom/row"), torch.float64)
-    assert cuda.choose_plan(candidates(long)[0], torch.float64, SPECS["A100"], "ieee").name == "direct/row"
+    assert chosen(long, dtype=torch.float64).algorithm != "toom"
+    refusal = cuda.refusal(plan_named(long, "toom/row"), torch.float64, "A100", "ieee")
+    assert refusal == "does not fit into shared memory"
     many = Case((40, 2, 3, 3))
     assert not cuda.fits(plan_named(many, "small/row"), torch.float32)
     assert all(cuda.fits(plan, torch.float64) for plan in candidates(many) if not plan.small)
@@ -167,11 +176,12 @@ def settings() -> Iterator[Any]:
 
 
 def precisions_chosen_for(monkeypatch: pytest.MonkeyPatch, **options: str) -> set[str]:
-    """The precisions that a run of the backend chooses plans for; its ops run on the CPU here."""
+    """The precisions that a call chooses plans for; as if the CPU, which executes them, were a GPU."""
     seen: set[str] = set()
-    monkeypatch.setattr(cuda, "choose_plan", lambda plan, dtype, spec, precision: (seen.add(precision), plan)[1])
-    case = Case((6, 5, 3))
-    cuda.run([case.random(0, torch.float32)], [candidates(case)[0]], [True], **options)
+    monkeypatch.setattr(cuda, "unavailable_reason", lambda device: None)
+    monkeypatch.setattr(cuda, "refusal", lambda plan, dtype, device, precision: seen.add(precision))
+    engine.prepare.cache_clear()
+    fused_orth_loss(Case((6, 5, 3)).random(0, torch.float32), backend="cuda", **options)
     return seen
 
 
@@ -225,7 +235,7 @@ def test_ops_executed_on_the_cpu(tmp_path: Path) -> None:
     """Launchers, pipeline and kernels together, with ATen's products between them, under AddressSanitizer."""
     process = run_ops(compile_ops(tmp_path))
     assert process.returncode == 0, process.stderr[:5000]
-    assert process.stdout.count("passed") == 14
+    assert process.stdout.count("passed") == 20
 
 
 @pytest.mark.parametrize(("name", "case"), [pytest.param(*kind, marks=on_a_gpu, id=str(kind[1])) for kind in KINDS])
@@ -236,9 +246,8 @@ def test_every_kind_of_plan_on_a_gpu(name: str, case: Case, poisoned_memory: Non
         if not cuda.fits(plan, dtype):
             continue
         weights = [case.random(seed, dtype).to("cuda") for seed in range(2)]
-        (losses, grads), (again, grads_again) = (
-            cuda.run_buckets(weights, [plan, plan], [True, True]) for _ in range(2)
-        )
+        execute = cuda.prepare([job(plan, weight) for weight in weights], weights[0].device, DEFAULT_OPTIONS)
+        (losses, grads), (again, grads_again) = (execute(weights) for _ in range(2))
         for weight, loss, grad in zip(weights, losses, grads, strict=True):
             assert (grad.dtype, grad.shape) == (dtype, weight.shape)
             assert max(errors(loss, grad, weight, case)) <= TOLERANCES[dtype]
@@ -266,7 +275,7 @@ CAPTURED = [
 
 
 def test_a_column_plan_is_captured() -> None:
-    names = {cuda.choose_plan(candidates(case)[0], torch.float32, SPECS["A100"], "ieee").name for case in CAPTURED}
+    names = {chosen(case).name for case in CAPTURED}
     assert {"toom/row", "toom/column", "small/row"} <= names
 
 

@@ -81,6 +81,20 @@ RUNS = [
     Run("small/row", Case((24, 2, 3, 3), stride=2, groups=6), torch.float64),
     Run("small/row", Case((8, 1, 7, 7), groups=4), layout="strided"),
     Run("small/row", Case((5, 3, 4), dilation=3), torch.float64, weights=2),
+    Run("toom/row", Case((12, 3, 3, 3), groups=3, target="free"), torch.float64, weights=2),
+    Run("toom/row", Case((9, 5, 3, 3), target="free"), layout="channels_last"),
+    Run("toom/row", Case((9, 5, 3, 3), part="off_diagonal"), torch.float64),
+    Run("toom/column", Case((60, 2, 3, 3), groups=2, target="free"), torch.float64, weights=2),
+    Run("toom/column", Case((30, 2, 3, 3), target=0.5), torch.float16),
+    Run("gram/row", Case((9, 2000), groups=3, target="free"), torch.float64),  # sums of several thread blocks
+    Run("gram/column", Case((70, 3, 1, 1), target=2.0), torch.bfloat16),
+    Run("gram/row", Case((20, 30), part="off_diagonal")),
+    Run("direct/row", Case((9, 5, 7), target="free"), torch.float16, interleaved=True),
+    Run("direct/column", Case((20, 2, 7), target="free"), torch.float64, layout="strided"),
+    Run("small/row", Case((33, 1, 3, 3), groups=33, target="free")),
+    Run("small/row", Case((24, 2, 3, 3), stride=2, groups=6, target="free"), torch.float64, weights=2),
+    Run("small/row", Case((24, 2, 3, 3), groups=6, target=3.0), torch.bfloat16),
+    Run("small/row", Case((24, 2, 3, 3), groups=6, part="off_diagonal"), torch.float64),
 ]
 
 
@@ -223,7 +237,7 @@ def test_compiled_kernels_do_not_spill(architecture: int, tmp_path: Path) -> Non
         r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\n.*Used (\d+) registers(.*)",
         process.stderr,
     )
-    assert len(compiled) == len(frames) == 22  # 3 for four types, 5 for two
+    assert len(compiled) == len(frames) == 28  # 4 for four types, 6 for two
     for stack, stores, loads, registers, rest in frames:
         assert (stack, stores, loads) == ("0", "0", "0"), process.stderr
         assert int(registers) <= 128

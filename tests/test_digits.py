@@ -40,6 +40,15 @@ def test_spectrum_tightens_and_accuracy_does_not_fall() -> None:
     assert accuracies[1] >= accuracies[0]
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+@pytest.mark.parametrize("way", ["penalty", "free", "projection"])
+def test_every_way_tightens_the_spectrum(way: str, optimizer: str) -> None:
+    settings = Settings(0.1 if optimizer == "sgd" else 0.003, 0.1, way, optimizer)
+    plain, regularised = (train(one, seed=100, fold=0, epochs=4, choosing=True) for one in (settings.plain, settings))
+    assert all(regularised.condition[name] < plain.condition[name] for name in plain.condition)
+    assert str(settings) != str(settings.plain)
+
+
 def test_table() -> None:
     plain = [Outcome(0.9, {"layer": 8.0}), Outcome(0.8, {"layer": 4.0})]
     regularised = [Outcome(0.9, {"layer": 2.0}), Outcome(0.9, {"layer": 2.0})]

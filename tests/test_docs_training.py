@@ -36,6 +36,8 @@ def namespace() -> dict[str, Any]:
     x, y = torch.randn(2, 3, 32, 32), torch.tensor([1, 2])
     return {
         "torch": torch,
+        "F": torch.nn.functional,
+        "StdConv2d": type("StdConv2d", (torch.nn.Conv2d,), {}),  # timm's
         "model": model,
         "x": x,
         "y": y,

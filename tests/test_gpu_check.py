@@ -28,7 +28,7 @@ print(gpu_check.check(good).problems)
 gpu_check.TARGETS["sm_80"] = replace(target, matrix="UTCHMMA")
 print(gpu_check.check(good).problems)
 gpu_check.TARGETS["sm_80"] = target
-print(gpu_check.check(gpu_check.Job("gram", "ieee", Config(block=128, depth=16, warps=4), "sm_80")).problems)
+print(gpu_check.check(gpu_check.Job("gram", "ieee", Config(tile=128, depth=16, warps=4), "sm_80")).problems)
 
 # Loops that the compiler has taken apart: a step too few, a work item too many, an instruction less than in the IR.
 for target, precision, shipped in (("sm_100", "tf32", SHIPPED), ("gfx942", "ieee", SHIPPED_AMD)):
@@ -40,7 +40,7 @@ for target, precision, shipped in (("sm_100", "tf32", SHIPPED), ("gfx942", "ieee
     wrong = [
         re.sub(r"i1 %\\w+\\) #", "i1 false) #", module)  # predicates of the matrix instructions, first of all
         if target == "sm_100"
-        else re.sub(r"(icmp sgt i64 %\\w+), 0", r"\\1, 16", module),  # whether there is a first step
+        else re.sub(r"(icmp sgt i32 %\\w+), 0", r"\\1, 16", module),  # whether there is a first step
         re.sub(r"(\\n[^\\n]*(?:tcgen05.mma|call[^\\n]*mfma)[^\\n]*)", "", module, count=1),
     ]
     for text in wrong:
@@ -52,6 +52,18 @@ text = ".vgpr_count: 64\\n.private_segment_fixed_size: 0\\n.vgpr_spill_count: 1\
 outcome = gpu_check.Outcome(amd, 0.0)
 gpu_check._read_amd(outcome, SimpleNamespace(asm={"amdgcn": text}), gpu_check.TARGETS["gfx942"])
 print(outcome.spills, outcome.scalar_spills)
+
+# No rounding where TF32 promises one, and bars that nothing can meet.
+class Unrounded(gpu_check.Job):
+    @property
+    def constants(self):
+        return {**super().constants, "TF32": False}
+
+print(gpu_check.check(Unrounded("evaluate", "tf32", SHIPPED["tf32"][0], "sm_80")).problems)
+gather = gpu_check.Job("gather", "ieee", SHIPPED["ieee"][0], "sm_80")
+print(gpu_check.check(gather).problems)
+gpu_check.MOST_INSTRUCTIONS["gather"], gpu_check.FEWEST_PROGRAMS = 16, 99
+print(gpu_check.check(gather).problems)
 
 # A program that takes more tensor memory than there is.
 single = gpu_check.Job("single", "tf32", single_config(SHIPPED["tf32"]), "sm_80")
@@ -67,7 +79,14 @@ def test_planted_mistakes_are_seen() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS), str(TOOLS.parent)])}
     result = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, env=environment, check=False)
     assert result.returncode == 0, result.stderr
-    right, shared, no_matrix, spilled, *taken_apart, spills, does_not_fit = result.stdout.splitlines()
+    lines = result.stdout.splitlines()
+    right, shared, no_matrix, spilled, *taken_apart, spills, unrounded, within, beyond, does_not_fit = lines
+    assert re.fullmatch(r"\['0 roundings to TF32, \d+ operands are stored'\]", unrounded)
+    assert within == "[]"
+    assert re.fullmatch(
+        r"\['\d programs fit on a multiprocessor, wanted 99', '\d+ instructions per tap, at most 16 are wanted'\]",
+        beyond,
+    )
     assert right == "[]"
     assert "bytes of stack" in spilled
     assert "local accesses" in spilled

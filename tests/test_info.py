@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ocnn_fused import _extension, fused_orth_loss, info
-from ocnn_fused.backends import BACKENDS, choose
+from ocnn_fused.backends import MODULES, choose
 
 
 @cache
@@ -29,7 +29,7 @@ def test_command_prints_versions_backends_and_flags() -> None:
     text = report(OCNN_FUSED_BACKEND="torch")
     assert f"torch {torch.__version__}" in text
     assert "OCNN_FUSED_BACKEND=torch" in text
-    for name in BACKENDS:
+    for name in MODULES:
         assert f"\n  {name} " in text
 
 
@@ -68,7 +68,7 @@ def test_reasons_are_those_of_the_backends() -> None:
     assert _extension.module is not None
     cpu = next(device for device in info.devices() if device.type == "cpu")
     assert f"  {'cpu':<7} available" in "\n".join(info.lines())
-    assert BACKENDS["cpu"].unavailable_reason(cpu) is None
+    assert MODULES["cpu"].unavailable_reason(cpu) is None
 
 
 # ----------------------------------------------------------------------------------------------------------------------

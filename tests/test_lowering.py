@@ -9,10 +9,15 @@ from functools import reduce
 import numpy as np
 import pytest
 import torch
+from oracle import Case
+from plans import chosen, plan_named, problem_with
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ocnn_fused.backends import lowering
-from ocnn_fused.plan import Plan, make_plan, reduce_axis
+from ocnn_fused import engine
+from ocnn_fused.backends import lowering, pytorch
+from ocnn_fused.backends.job import Operand
+from ocnn_fused.plan import Plan, candidates, reduce_axis
+from ocnn_fused.problem import Options, problem_of
 
 #: (kernel, stride, dilation, padding) per axis.
 AXES = {
@@ -37,8 +42,10 @@ AXES = {
 def plans(with_mix: bool = False) -> list[object]:
     found = []
     for name, axes in AXES.items():
-        best = make_plan(96, 40, tuple(reduce_axis(*axis) for axis in axes))
-        every = [plan for plan in (best, *best.alternatives) if not plan.small and not (with_mix and plan.is_diagonal)]
+        plans = candidates(problem_with(96, 40, tuple(reduce_axis(*axis) for axis in axes)))
+        every = [
+            plan for plan in plans if isinstance(plan, Plan) and not plan.small and not (with_mix and plan.is_diagonal)
+        ]
         found += [pytest.param(plan, id=f"{name}-{plan.name}") for plan in every]
     return found
 
@@ -99,7 +106,7 @@ def test_factors_are_the_mix(plan: Plan) -> None:
 
 @pytest.mark.parametrize("taps", [2, 3, 4, 5])
 def test_halves_are_the_matrix(taps: int) -> None:
-    scheme = make_plan(64, 64, (reduce_axis(taps),)).blocks[0].factors[0]
+    scheme = chosen(problem_with(64, 64, (reduce_axis(taps),))).blocks[0].factors[0]
     for matrix in (scheme.evaluation, tuple(zip(*scheme.mix, strict=True))):
         assert (from_halves(*lowering._halves(matrix), len(matrix), len(matrix[0])) == exact(matrix)).all()
 
@@ -126,26 +133,25 @@ def test_batches_hold_every_product_once(plan: Plan) -> None:
 
 
 def test_blocks_of_one_width_share_two_batches() -> None:
-    plan = make_plan(128, 64, (reduce_axis(3, 2), reduce_axis(3, 2)))
+    plan = chosen(problem_with(128, 64, (reduce_axis(3, 2), reduce_axis(3, 2))))
     assert (plan.name, len(plan.blocks)) == ("toom/row", 4)
     assert [run.count for run in lowering.batches(plan).runs] == [4, 6]
 
 
 def test_layout_of_another_version_is_refused() -> None:
-    plan = make_plan(8, 4, (reduce_axis(3), reduce_axis(3)))
+    plan = plan_named(Case((8, 4, 3, 3)), "toom/row")
     layout, tables, constants = lowering.lower(plan, torch.float32)
-    weight = torch.randn(8, 4, 3, 3)
     for wrong, message in ((layout[:-1], "ends early"), (torch.cat([layout, layout[:2]]), "2 numbers too many")):
         with pytest.raises(ValueError, match=message):
-            torch.ops.ocnn_fused.execute_plan([weight], wrong, tables, constants, True)
+            torch.classes.ocnn_fused.Plan(wrong, tables, constants)
 
 
 def test_one_call_takes_weights_of_one_shape_only() -> None:
-    plan = make_plan(8, 4, (reduce_axis(3), reduce_axis(3)))
+    plan = plan_named(Case((8, 4, 3, 3)), "toom/row")
     lowered = lowering.lower(plan, torch.float32)
     weights = [torch.randn(8, 4, 3, 3), torch.randn(4, 8, 3, 3).transpose(0, 1)]
     with pytest.raises(ValueError, match="same shape, strides, type and device"):
-        torch.ops.ocnn_fused.execute_plan(weights, *lowered, True)
+        torch.ops.ocnn_fused.execute(weights, torch.classes.ocnn_fused.Plan(*lowered), True)
 
 
 class _Allocations(TorchDispatchMode):
@@ -162,25 +168,31 @@ class _Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("small", [False, True])
-def test_tables_of_a_gpu_are_kept_and_belong_to_no_graph(small: bool) -> None:
-    """A CUDA graph owns what its thread allocates meanwhile, and reads its tables as long as it lives."""
-
-    def lowered(groups: int) -> tuple[torch.Tensor, ...]:
-        best = make_plan(2, 1, (reduce_axis(2, 1, 1, None),), groups)
-        plan = next(one for one in (best, *best.alternatives) if one.small == small)
-        return lowering.lower_small(plan, "meta") if small else lowering.lower(plan, torch.float32, "meta")
-
+def test_tables_of_a_gpu_belong_to_no_graph(small: bool) -> None:
+    """A CUDA graph owns what its thread allocates meanwhile."""
+    plans = candidates(problem_with(2, 1, (reduce_axis(2),)))
+    plan = next(plan for plan in plans if isinstance(plan, Plan) and plan.small == small)
     with _Allocations() as allocations:
-        layout, *tables = lowered(1)
+        layout, tables, constants = lowering.lower(plan, torch.float32, "meta")
     assert not allocations.made
     assert layout.device.type == "cpu"
-    assert all(table.device.type == "meta" for table in tables)
-    for groups in range(2, 1100):  # more than are kept on the CPU
-        lowered(groups)
-    assert all(one is other for one, other in zip(tables, lowered(1)[1:], strict=True))
+    assert tables.device.type == "meta"
+    assert (constants is None) == small or constants.device.type == "meta"
+
+
+def test_calls_on_a_gpu_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured graph reads its tables as long as it lives, however many other calls are prepared meanwhile."""
+    device, options = torch.device("meta"), Options(backend="torch", precision="ieee")
+    operand = Operand((9, 9, 3, 1), torch.float32, True)
+    monkeypatch.setattr(engine, "_kept", kept := [])
+    monkeypatch.setattr(pytorch, "prepare", lambda jobs, device, options: object())
+    for rows in range(2, 6):
+        engine.prepare((problem_of((rows, 1, 3, 3), 1, 1, 1, None),), (operand,), options, device)
+    engine.prepare.cache_clear()
+    assert len(kept) == 4
 
 
 def test_tables_on_the_cpu_whatever_the_default_device() -> None:
-    plan = make_plan(1001, 6, (reduce_axis(3, 1, 1, None),))  # that no other test has lowered
     with torch.device("meta"):
-        assert {tensor.device.type for tensor in lowering.lower(plan, torch.float32)} == {"cpu"}
+        lowered = lowering.lower(plan_named(Case((20, 6, 3)), "toom/row"), torch.float32)
+    assert {tensor.device.type for tensor in lowered if tensor is not None} == {"cpu"}

@@ -44,7 +44,7 @@ with warnings.catch_warnings(record=True) as caught:
             assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
             assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-11)
 for warning in caught:
-    if "ocnn_fused" in str(warning.message):
+    if "compiled backend" in str(warning.message):
         print("WARNING", warning.message)
 """
 
@@ -100,6 +100,47 @@ def test_works_without_the_extension_and_says_so_once(
     assert reason in warnings[0]
 
 
+#: Imports the package and uses it, in line 7 of this file.
+USER = """
+import sys, warnings
+sys.path.insert(0, ".")  # as `python -c` and a prompt do
+import torch
+import ocnn_fused
+warnings.simplefilter("always")
+ocnn_fused.fused_orth_loss(torch.ones(4, 4, 3, 3))
+"""
+
+
+def test_sources_that_shadow_the_installed_package(copy: Path, tmp_path: Path) -> None:
+    """The warning says what is shadowed and how to get out of it, and points at the line that calls."""
+    elsewhere = tmp_path / "site-packages"
+    shutil.copytree(Path(ocnn_fused.__file__).parent, elsewhere / "ocnn_fused")
+    script = tmp_path / "user.py"
+    script.write_text(USER)
+    done = run(sys.executable, script, PWD=str(copy), PYTHONPATH=str(elsewhere))
+    assert done.returncode == 0, done.stderr
+    assert f"{script}:7: RuntimeWarning: No compiled backend for cpu" in done.stderr
+    assert f"the sources in {copy / 'ocnn_fused'} were not compiled, and hide the package" in done.stderr
+    assert f"installed in {elsewhere / 'ocnn_fused'}: start Python in another folder, or compile" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("OCNN_FUSED_DISABLE_EXTENSION", "yes", "OCNN_FUSED_DISABLE_EXTENSION must be 0 or 1, got 'yes'"),
+        ("OCNN_FUSED_BACKEND", "foo", "OCNN_FUSED_BACKEND must be one of 'cpu', 'triton', 'cuda', 'torch', got 'foo'"),
+    ],
+)
+def test_variables_with_bad_values(
+    variable: str, value: str, message: str, run_code: Callable[..., CompletedProcess[str]]
+) -> None:
+    folder = str(Path(ocnn_fused.__file__).parents[1])
+    code = f"import sys; sys.path.insert(0, {folder!r}){USER}"
+    done = run_code(code, PWD=folder, **{variable: value})
+    assert done.returncode != 0
+    assert done.stderr.splitlines()[-1] == f"ValueError: {message}"
+
+
 #: What a build for something else leaves behind, and what the warning must then say.
 FOREIGN_BUILDS = {
     "another torch": (
@@ -153,22 +194,45 @@ def test_version_is_that_of_the_distribution() -> None:
         pytest.skip("the package is used without being installed")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["pip install --no-build-isolation .", "python setup.py bdist_wheel"])
-def test_without_torch_the_build_ends_in_one_sentence(way: str, copy: Path, tmp_path: Path) -> None:
-    python = make_venv(tmp_path / "bare", "setuptools")
-    assert run(python, "-c", "import torch").returncode != 0
+#: What an environment has, how the build is started there, and how the one sentence that it ends in goes on.
+LACKS = {
+    "torch, pip": (["setuptools", "ninja"], "pip", "run `pip install torch` first, then `pip install --no-build"),
+    "torch, setup.py": (["setuptools", "ninja"], "setup.py", "run `pip install torch` first, then `pip install --"),
+    "ninja": (["setuptools", "torch"], "pip", "run `pip install ninja` first, then `pip install --no-build-isol"),
+    "setuptools, pip": (["torch"], "pip", "is not installed: run `pip install 'setuptools>=77.0.3'` first"),
+    "setuptools, setup.py": (["torch"], "setup.py", "is not installed: run `pip install 'setuptools>=77.0.3'`"),
+    "torch, hidden": (["setuptools", "ninja"], "isolated", "an isolated build hides it: run `pip install --no-bu"),
+}
 
-    if way.startswith("pip"):
-        done = run(sys.executable, "-m", "pip", "--python", python, "install", "--no-build-isolation", copy)
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lack", LACKS)
+def test_a_build_that_cannot_be_ends_in_one_sentence(lack: str, copy: Path, tmp_path: Path) -> None:
+    present, way, expected = LACKS[lack]
+    # pip calls the folder of an isolated build so.
+    python = make_venv(tmp_path / ("pip-build-env-x" if way == "isolated" else "bare"), *present)
+    for package in ("torch", "setuptools"):
+        for link in python.parents[1].glob(f"lib/python*/site-packages/{package}"):
+            if package not in present:  # came with what requires it
+                link.unlink()
+    environment = {"PATH": str(tmp_path)}  # so that the machine's own ninja is not found
+    if way == "pip":
+        pip = (sys.executable, "-m", "pip", "--python", python, "install", "--no-build-isolation", "--no-deps", copy)
+        done = run(*pip, **environment)
     else:
-        done = run(python, "setup.py", "bdist_wheel", PWD=str(copy))
+        done = run(python, "setup.py", "bdist_wheel", PWD=str(copy), **environment)
     output = done.stdout + done.stderr
     assert done.returncode != 0
     assert "Traceback" not in output, output
-    said = [line.strip() for line in output.splitlines() if "ocnn-fused is compiled against" in line]
+    said = [line.strip() for line in output.splitlines() if line.strip().startswith("ocnn-fused is ")]
     assert len(said) == 1, output
-    assert said[0].endswith("run `pip install torch` first, then `pip install --no-build-isolation .`")
+    assert expected in said[0]
+
+
+def test_an_old_python_is_told_so(copy: Path) -> None:
+    code = "import sys, runpy; sys.version_info = (3, 9, 1); runpy.run_path('setup.py')"
+    done = run(sys.executable, "-c", code, PWD=str(copy))
+    assert done.stderr.startswith("ocnn-fused needs Python 3.10 or newer, this is ")
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 
 from ocnn_fused import OrthRegularizer, fused_orth_loss, kernel_orth_loss, schedules, srip_loss
+from ocnn_fused.backends import cpu, pytorch
+from ocnn_fused.problem import Options
 
 
 @pytest.fixture(autouse=True)
@@ -110,9 +112,19 @@ def test_include_and_exclude(include: Any, exclude: Any, expected: str) -> None:
     assert "".join(reg.layers) == expected
 
 
-def test_a_pattern_must_match() -> None:
-    with pytest.raises(ValueError, match=r"include pattern 'layer9\.\*' matches none of the layers 0, 1, 3, 4, 6"):
-        OrthRegularizer(small(), include=["1", "layer9.*"])
+@pytest.mark.parametrize("argument", ["include", "exclude"])
+def test_a_pattern_must_match(argument: str) -> None:
+    with pytest.raises(ValueError, match=rf"{argument} pattern 'layer9\.\*' matches none of the layers 0, 1, 3, 4, 6"):
+        OrthRegularizer(small(), **{argument: ["1", "layer9.*"]})
+
+
+@pytest.mark.parametrize(
+    "options", [{"include": "a[0]"}, {"exclude": ["b[[]0]", "b[1]"]}, {"weight": {"a[0]": 1.0}}], ids=str
+)
+def test_a_name_with_brackets_matches_itself(options: dict[str, Any]) -> None:
+    model = nn.ModuleDict({name: nn.Conv2d(4, 4, 3) for name in ("a[0]", "b[0]", "b[1]")})
+    assert list(OrthRegularizer(model, **options).layers) == ["a[0]"]
+    assert OrthRegularizer(model, method={"a[0]": "kernel"}).layers["a[0]"].method == "kernel"
 
 
 @pytest.mark.parametrize(("argument", "value"), [("weight", 0.1), ("method", "srip")])
@@ -243,42 +255,67 @@ def test_norm_at_an_orthogonal_weight_has_no_gradient() -> None:
     assert not layer.weight.grad.any()
 
 
-def test_presets_need_their_network() -> None:
-    with pytest.raises(ValueError, match="conv1 and conv2"):
-        OrthRegularizer(small(), preset="paper-resnet")
+BAD_ARGUMENTS: list[tuple[str, Any, type[Exception], str]] = [
+    ("weight", "0.1", TypeError, "weight must be a float"),
+    ("weight", -1.0, ValueError, "weight must be finite and not negative, got -1.0"),
+    ("weight", math.nan, ValueError, "weight must be finite"),
+    ("weight", {"1": True}, TypeError, r"weight\['1'\] must be a float"),
+    ("weight", {"9": 1.0}, ValueError, "weight pattern '9' matches none of the layers"),
+    ("weight", lambda name, module: None, TypeError, "weight of 1 must be a float"),
+    ("include", 3, TypeError, "include must be a name pattern"),
+    ("include", "9", ValueError, "include pattern '9' matches none of the layers"),
+    ("exclude", ["1", 3], TypeError, "exclude must be a name pattern"),
+    ("exclude", "9", ValueError, "exclude pattern '9' matches none of the layers"),
+    ("method", "cony", ValueError, "method must be one of 'conv', 'kernel', 'srip', got 'cony'"),
+    ("method", {"*": "x"}, ValueError, "method must be one of"),
+    ("squared", "no", ValueError, "squared must be one of True, False, got 'no'"),
+    ("normalize", True, ValueError, "normalize must be"),
+    ("schedule", 3, TypeError, "schedule must be"),
+    (
+        "schedule",
+        lambda step: math.nan,
+        ValueError,
+        r"schedule <function .* must be finite and not negative, got nan at step 0",
+    ),
+    ("every", 0, ValueError, "every must be a positive int, got 0"),
+    ("shard", "yes", ValueError, "shard must be"),
+    ("shard", 1, ValueError, "shard must be one of 'auto', True, False, got 1"),
+    ("preset", "resnet", ValueError, "preset must be"),
+    ("preset", "paper-resnet", ValueError, "needs residual blocks"),
+    ("backend", "tpu", ValueError, "backend must be"),
+    ("precision", "fp8", ValueError, "precision must be"),
+    ("launch", "twice", ValueError, "launch must be"),
+    ("power_iterations", 0, ValueError, "power_iterations must be"),
+    ("model", "resnet18", TypeError, r"model must be a torch\.nn\.Module, got str"),
+]
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"weight": "0.1"}, TypeError, "weight must be a float"),
-        ({"weight": -1.0}, ValueError, "weight must be finite and not negative, got -1.0"),
-        ({"weight": math.nan}, ValueError, "weight must be finite"),
-        ({"weight": {"1": True}}, TypeError, r"weight\['1'\] must be a float"),
-        ({"weight": lambda name, module: None}, TypeError, "weight of 1 must be a float"),
-        ({"include": 3}, TypeError, "include must be a name pattern"),
-        ({"exclude": ["1", 3]}, TypeError, "exclude must be a name pattern"),
-        ({"method": "cony"}, ValueError, "method must be one of 'conv', 'kernel', 'srip', got 'cony'"),
-        ({"method": {"*": "x"}}, ValueError, "method must be one of"),
-        ({"normalize": True}, ValueError, "normalize must be"),
-        ({"schedule": 3}, TypeError, "schedule must be"),
-        ({"every": 0}, ValueError, "every must be a positive int, got 0"),
-        ({"shard": "yes"}, ValueError, "shard must be"),
-        ({"preset": "resnet"}, ValueError, "preset must be"),
-        ({"preset": "paper-resnet", "include": "*"}, ValueError, "include must be None with a preset"),
-        ({"backend": "tpu"}, ValueError, "backend must be"),
-        ({"power_iterations": 0}, ValueError, "power_iterations must be"),
-    ],
-    ids=lambda value: str(value)[:30] if isinstance(value, dict) else "",
+    ("argument", "value", "error", "message"), BAD_ARGUMENTS, ids=[row[0] for row in BAD_ARGUMENTS]
 )
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        OrthRegularizer(small(), **options)
+def test_bad_arguments(argument: str, value: Any, error: type[Exception], message: str) -> None:
+    """Assigned to the attribute, the same error, and the regulariser stays what it was."""
+    reg = OrthRegularizer(small())
+    before, loss = getattr(reg, argument), reg()
+    with pytest.raises(error, match=message) as constructed:
+        OrthRegularizer(**{"model": small(), argument: value})
+    with pytest.raises(error, match=message) as assigned:
+        setattr(reg, argument, value)
+    assert str(assigned.value) == str(constructed.value)
+    assert getattr(reg, argument) is before
+    assert torch.equal(reg(), loss)
 
 
-def test_model_must_be_a_module() -> None:
-    with pytest.raises(TypeError, match=r"model must be a torch\.nn\.Module, got generator"):
-        OrthRegularizer(small().parameters())
+def test_a_preset_chooses_alone() -> None:
+    model = resnet18(4)
+    with pytest.raises(ValueError, match="include must be None with a preset"):
+        OrthRegularizer(model, preset="paper-resnet", include="*")
+    reg = OrthRegularizer(model, include="*")
+    with pytest.raises(ValueError, match="include must be None with a preset"):
+        reg.preset = "paper-resnet"
+    reg.include = None
+    reg.preset = "paper-resnet"
+    assert list(reg.layers) == list(OrthRegularizer(model, preset="paper-resnet").layers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -583,7 +620,7 @@ def test_changes_are_noticed(change: Callable[[nn.Module], None]) -> None:
 
 def test_moved_to_another_device() -> None:
     model = small()
-    reg = OrthRegularizer(model)
+    reg = OrthRegularizer(model, 0.1)
     reg()
     model.to("meta")
     assert reg().device.type == "meta"
@@ -615,6 +652,14 @@ def test_own_attributes_may_change() -> None:
     torch.testing.assert_close(reg(), 0.5 * OrthRegularizer(model, 1.0)())
     reg.method = "kernel"
     torch.testing.assert_close(reg(), OrthRegularizer(model, 0.5, method="kernel")())
+    reg.include = (name for name in "13")
+    assert reg.include == ("1", "3")
+    assert list(reg.layers) == ["1", "3"]
+    reg.backend = "torch"
+    assert (reg.weight, reg.method, reg.backend) == (0.5, "kernel", "torch")
+    other = small()
+    reg.model = other
+    assert torch.equal(reg(), OrthRegularizer(other, 0.5, method="kernel", include=["1", "3"], backend="torch")())
 
 
 def test_another_schedule_counts_at_once() -> None:
@@ -745,6 +790,24 @@ def test_schedules(schedule: Any, expected: list[float]) -> None:
         reg.step()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.5])
+def test_a_schedule_must_be_finite_and_not_negative(value: float) -> None:
+    class Broken(schedules.Constant):
+        def __call__(self, step: int) -> float:
+            return value if step >= 2 else self.factor
+
+    reg = OrthRegularizer(small(), schedule=Broken())
+    reg.step()
+    loss = reg()
+    message = rf"schedule .*Broken\(factor=1\.0\) must be finite and not negative, got {value} at step 2"
+    with pytest.raises(ValueError, match=message):
+        reg.step()
+    with pytest.raises(ValueError, match=message):
+        reg.load_state_dict({"steps": 2, "schedule": None})
+    assert (reg.steps, reg.factor) == (1, 1.0)
+    assert torch.equal(reg(), loss)
+
+
 def test_every_nth_step() -> None:
     model = small()
     full = OrthRegularizer(model)()
@@ -810,7 +873,7 @@ def test_steps_that_nobody_counts(options: dict[str, Any], direct: bool) -> None
 
 
 def test_steps_that_nobody_counts_and_updates_that_nobody_sees(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ocnn_fused.regularizer._CALLS_WITHOUT_STEP", 5)
+    monkeypatch.setattr("ocnn_fused.regularizer.regularizer._CALLS_WITHOUT_STEP", 5)
     reg = OrthRegularizer(small(), every=2)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -919,7 +982,7 @@ def test_grad_scaler(way: str, half: bool) -> None:
     plain, before = copy.deepcopy(model), copy.deepcopy(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
     for net in (model, plain):
-        reg = OrthRegularizer(net)
+        reg = OrthRegularizer(net, 0.1)
         optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
@@ -1084,7 +1147,8 @@ def test_compiled_training_step_is_not_broken_up(backend: str) -> None:
     (frames, breaks, _), (frames_with, breaks_with, losses), (_, _, expected) = found
     assert frames > 0
     assert frames_with == frames
-    assert breaks_with == breaks
+    if backend != "inductor" or not torch.__version__.startswith("2.7."):  # that one also traces what Inductor writes
+        assert breaks_with == breaks
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -1129,17 +1193,36 @@ def test_nothing_waits_for_the_device() -> None:
             reg.step()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_model_on_two_devices() -> None:
     """One pass per device, the sum on the first."""
     model = small()
-    model[1].to("meta")
+    model[1].to("cuda")
     reg = OrthRegularizer(model)
-    assert reg().device.type == "meta"
-    expected = ["meta", "cpu", "cpu"]
+    assert reg().device.type == "cuda"
+    expected = ["cuda", "cpu", "cpu"]
     assert [value.device.type for value in reg.per_layer().values()] == expected
     assert torch.equal(reg.per_layer()["3"], loss_of(model[3]).detach())
     reg.add_grad_()
     assert [model[index].weight.grad.device.type for index in (1, 3, 4)] == expected
+
+
+def test_a_model_without_memory() -> None:
+    """All of it on the meta device is a sketch of a model; one layer of it is something that is yet to be loaded."""
+    model = small()
+    reg = OrthRegularizer(model, 1.0)
+    model[1].to("meta")
+    assert list(reg.layers) == ["3", "4"]
+    assert reg.left_out["1"] == "weight on the meta device, which holds no numbers"
+    torch.testing.assert_close(reg(), loss_of(model[3]) + loss_of(model[4]))
+    model[1] = nn.Conv2d(6, 8, 3, 2, 1)
+    assert list(reg.layers) == ["1", "3", "4"]
+    model.to("meta")
+    assert reg().device.type == "meta"
+    model[1].to_empty(device="cpu")
+    nn.init.ones_(model[1].weight)
+    torch.testing.assert_close(reg(), loss_of(model[1]))
 
 
 def test_same_bits_every_time() -> None:
@@ -1174,11 +1257,10 @@ def test_table() -> None:
 
 
 def test_table_shows_the_plans_of_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = pytest.importorskip("ocnn_fused.backends.triton.model").GPU_RATES
-    monkeypatch.setattr("ocnn_fused.backends.pytorch.RATES", rates)
+    monkeypatch.setattr(pytorch, "seconds", lambda *arguments: -cpu.seconds(*arguments))
     model = nn.Sequential(nn.Conv2d(8, 8, 3))
     (layer,) = OrthRegularizer(model).layers.values()
-    expected = {"torch": layer.plan(rates).name, "cpu": layer.plan().name}
+    expected = {backend: layer.plan(Options(backend=backend)).name for backend in ("torch", "cpu")}
     assert expected["torch"] != expected["cpu"]
     for backend, plan in expected.items():
         assert re.search(rf"conv +{plan} ", str(OrthRegularizer(model, backend=backend)))
@@ -1221,5 +1303,5 @@ def test_srip_in_half_precision(dtype: torch.dtype) -> None:
 
 
 def test_srip_needs_an_iteration() -> None:
-    with pytest.raises(ValueError, match="power_iterations must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="power_iterations must be a positive int, got 0"):
         srip_loss(torch.ones(2, 2), power_iterations=0)

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils.parametrizations import weight_norm
 
 from ocnn_fused import OrthRegularizer
-from ocnn_fused.distributed import balanced_shares
+from ocnn_fused.regularizer.distributed import balanced_shares
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 
@@ -133,7 +133,7 @@ def shares_cover_the_layers() -> None:
     off = OrthRegularizer(model, shard=False)
     torch.testing.assert_close(off(), full)
     torch.testing.assert_close(off.value(off()), full)
-    torch.testing.assert_close(torch.stack([*reg.per_layer().values()]).sum() * 0.1, full)
+    torch.testing.assert_close(torch.stack([*reg.per_layer().values()]).sum() * 0.01, full)
     assert OrthRegularizer(model.module)().item() == full.item(), f"rank {rank}: no wrapper, no sharing"
 
 
@@ -331,6 +331,41 @@ def compiled_with_data_parallel() -> None:
             model.zero_grad()
             run_loss().backward()
             assert_same(gradients(model), expected)
+
+
+@check
+def projection_has_the_bits_of_one_process() -> None:
+    """Shared out and sent, or computed everywhere; also with several steps, and next to a step of the optimiser."""
+    for shard, steps in itertools.product((True, "auto", False), (1, 3)):
+        alone, together = network(), network()
+        OrthRegularizer(alone, include="*").project_(steps)
+        parallel = DistributedDataParallel(together)
+        OrthRegularizer(parallel, include="*", shard=shard).project_(steps)
+        for expected, weight in zip(alone.parameters(), together.parameters(), strict=True):
+            assert torch.equal(expected, weight), (shard, steps)
+    model = DistributedDataParallel(network())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    OrthRegularizer(model, shard=True).attach(optimizer, project=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4, 8, 8, dtype=torch.float64)).square().sum().backward()
+        optimizer.step()
+    for weight in model.parameters():
+        gathered = [torch.empty_like(weight) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, weight.detach().contiguous())
+        assert all(torch.equal(gathered[0], one) for one in gathered)
+
+
+@check
+def projection_of_pieces() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    alone, model = network(), network()
+    OrthRegularizer(alone).project_(2)
+    fully_shard(model)
+    OrthRegularizer(model).project_(2)
+    for expected, weight in zip(alone.parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected, weight.full_tensor())  # type: ignore[attr-defined]
 
 
 @check

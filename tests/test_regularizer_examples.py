@@ -19,6 +19,14 @@ def test_loss_falls_on_random_images(capsys: pytest.CaptureFixture[str]) -> None
     assert "3.conv1" in capsys.readouterr().out
 
 
+def test_the_recipe_stays_finite() -> None:
+    """Also with a lambda that is far too large: without clipping this one explodes, and a warning says so."""
+    large = [*SMALL, "--epochs", "3", "--weight", "10"]
+    assert main(large)[1] < 200
+    with pytest.warns(UserWarning, match="the orthogonality loss explodes in"):
+        assert not main([*large, "--clip", "inf"])[1] < 1e9
+
+
 @pytest.mark.parametrize(
     ("labels", "classes", "names"), [(1, 10, ["data_batch_1.bin", "data_batch_2.bin"]), (2, 100, ["train.bin"])]
 )

@@ -74,8 +74,8 @@ def test_sum_of_definitions(name: str, dtype: torch.dtype, backend: str) -> None
     reg.add_grad_()
     for layer, gradient in gradients.items():
         limit = TOLERANCES[dtype] * abs(gradient).max()
-        assert abs(by_loss[layer].double().numpy() - gradient).max() <= limit, layer
-        assert abs(model.get_submodule(layer).weight.grad.double().numpy() - gradient).max() <= limit, layer
+        assert abs(by_loss[layer].double().cpu().numpy() - gradient).max() <= limit, layer
+        assert abs(model.get_submodule(layer).weight.grad.double().cpu().numpy() - gradient).max() <= limit, layer
     assert all(
         parameter.grad is None for n, parameter in model.named_parameters() if n.rpartition(".")[0] not in reg.layers
     )
@@ -114,7 +114,7 @@ def test_layers_of_the_paper(name: str) -> None:
     for layer in reg.layers.values():
         last = layer.name.rpartition(".")[2]
         assert last == "0" or last in ({"conv1", "conv2", "conv3"} if name == "resnet50" else {"conv1"})
-        assert layer.method == ("kernel" if layer.shape[2:] == (1, 1) else "conv")
+        assert layer.method == ("kernel" if layer.problem.shape[2:] == (1, 1) else "conv")
     assert {"conv1", "fc"} <= reg.left_out.keys()
     assert "layer1.0.conv2" in (reg.layers if name == "resnet50" else reg.left_out)
     assert {layer.method for layer in OrthRegularizer(model, preset="paper-resnet", method="srip").layers.values()} == {

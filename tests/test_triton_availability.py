@@ -6,6 +6,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 @pytest.fixture
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "triton_reason", lambda: None)
+    monkeypatch.setattr(availability, "driver_reason", lambda: None)
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "a GPU") -> None:
@@ -86,6 +88,59 @@ def test_amd_architectures(architecture: str, served: bool, monkeypatch: pytest.
     reason = availability.unavailable_reason(CUDA)
     assert (reason is None) == served
     assert served or architecture in reason
+
+
+#: A GPU that torch sees, a Triton that has never compiled its driver module, and no compiler to do so.
+WITHOUT_COMPILER = """
+import os, warnings, torch
+os.environ.update(PATH="", TRITON_INTERPRET="0", TRITON_CACHE_DIR={cache!r}, TRITON_LIBCUDA_PATH={cache!r})
+os.environ.pop("CC", None)
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+torch.cuda.get_device_name = lambda device=None: "a GPU"
+from ocnn_fused import backends
+from ocnn_fused.backends import triton
+print(triton.unavailable_reason(torch.device("cuda")))
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    print(backends.choose(torch.device("cuda")))
+print(said[0].message)
+"""
+
+
+@needs_triton
+def test_without_a_compiler_the_next_backend_serves(tmp_path: Path) -> None:
+    """Triton itself is asked, in a process where it does not interpret; and it is said why it was passed over."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+    code = WITHOUT_COMPILER.format(cache=str(tmp_path))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    reason, chosen, warning = result.stdout.splitlines()
+    assert reason.startswith("Triton cannot build its driver module, for which it needs a C compiler and libcuda (")
+    assert "compiler" in reason.partition("(")[2]
+    assert chosen == "torch"  # the CUDA backend where it was built
+    assert reason in warning
+
+
+@needs_triton
+def test_the_driver_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import driver
+
+    class Broken:
+        asked = 0
+
+        def get_current_target(self) -> None:
+            Broken.asked += 1
+            raise RuntimeError("no such driver\nand more")
+
+    monkeypatch.setattr(type(driver), "active", Broken(), raising=False)
+    availability.driver_reason.cache_clear()
+    try:
+        assert availability.driver_reason().endswith("(RuntimeError: no such driver)")
+        availability.driver_reason()
+        assert Broken.asked == 1
+    finally:
+        availability.driver_reason.cache_clear()
 
 
 def test_the_backend_imports_without_triton() -> None:

@@ -20,10 +20,10 @@ from triton_support import (
     triton,
 )
 
+from ocnn_fused.backends.device import spec_of
 from ocnn_fused.backends.triton import fields, kernels
-from ocnn_fused.backends.triton.config import MIX_SIZES, Config
+from ocnn_fused.backends.triton.config import MIX_SIZES, Config, shipped
 from ocnn_fused.backends.triton.launch import tables_for
-from ocnn_fused.backends.triton.model import spec_of
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -83,7 +83,7 @@ PRECISION_TOLERANCES = {"ieee": TOLERANCE, "tf32x3": TOLERANCE, "tf32": 8 * 2.0*
 
 @pytest.mark.parametrize(
     ("precision", "config"),
-    [(precision, config) for precision, configs in spec_of(support.DEVICE).shipped.items() for config in configs],
+    [(precision, config) for precision, configs in shipped(spec_of(support.DEVICE)).items() for config in configs],
 )
 def test_every_shipped_configuration(precision: str, config: Config) -> None:
     """More than one tile of each size, in all precisions; on a GPU the compiled code itself."""
@@ -289,11 +289,11 @@ original_mix_tile = kernels.mix_tile
 
 
 @triton.jit
-def mix_unless_done(table, constants, tile, workspace, partials, with_grad):
+def mix_unless_done(table, constants, tile, workspace, partials, with_grad, TF32: tl.constexpr):
     """Looks whether another program has done the tile, and does it if not: two may look before one has done it."""
     before = tl.load(partials + tl.load(tile + fields.I_SLOT))
     if before != before:
-        original_mix_tile(table, constants, tile, workspace, partials, with_grad)
+        original_mix_tile(table, constants, tile, workspace, partials, with_grad, TF32)
 
 
 @needs_interpreter

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from oracle import Case, loss_and_grad
+from plans import chosen, job, problem
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton_support import (
     BIG,
@@ -35,12 +36,15 @@ from triton_support import (
     triton,
 )
 
+from ocnn_fused import engine, explain
 from ocnn_fused.backends import triton as backend
+from ocnn_fused.backends.device import SPECS
+from ocnn_fused.backends.model import plan_seconds, stages
 from ocnn_fused.backends.triton import cooperative, kernels, launch
-from ocnn_fused.backends.triton.config import PRECISIONS, SHIPPED, Config, choose_config, resolve_precision
-from ocnn_fused.backends.triton.model import SPECS, choose_plan, explain, plan_seconds, prefer_single, stages
+from ocnn_fused.backends.triton.config import SHIPPED, Config, choose_config, prefer_single
 from ocnn_fused.backends.triton.tables import STAGES
 from ocnn_fused.plan import Plan
+from ocnn_fused.problem import Options, Precision
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -139,7 +143,8 @@ def test_frozen_weights_are_part_of_the_same_pass(programs: int | None) -> None:
     for wanted in ([True, False] * 3, [False, True] * 3):
         with_grad = wanted[: len(weights)]
         launches = launches_of(weights, plans, with_grad, programs)
-        assert launches == ({"single_kernel": 1, "zeros": 1} if programs else {f"{name}_kernel": 1 for name in STAGES})
+        staged = {f"{name}_kernel": 1 for name in STAGES[1:]}  # no target is free
+        assert launches == ({"single_kernel": 1, "zeros": 1} if programs else staged)
         with execution():
             full.run(programs)
             some = Call(weights, plans, with_grad, "ieee", BIG)
@@ -210,9 +215,15 @@ def test_a_wrong_reduction_is_seen(name: str, fault: Any, monkeypatch: pytest.Mo
     """A loss is then not written at all, or sums what is not written yet; both are NaN here."""
     monkeypatch.setattr(kernels, name, fault)
     _, call = mixed_call(with_grad=False, config=EDGES)
-    with execution("interleaved", 1):
-        call.run()
-    assert call.losses.isnan().any()
+
+    def is_seen(seed: int) -> bool:
+        call.losses.fill_(torch.nan)
+        with execution("interleaved", seed):
+            call.run()
+        return bool(call.losses.isnan().any())
+
+    # Not every order shows it.
+    assert any(is_seen(seed) for seed in range(60))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -291,8 +302,8 @@ def test_each_missing_barrier_is_seen(barrier: Any, monkeypatch: pytest.MonkeyPa
             call.run(PROGRAMS)
         return max(errors(call.losses[0], call.grads()[0], weight, case)) <= TOLERANCE
 
-    # Not every order shows it, but one of those in which the kernel is tested does.
-    assert all(is_right(seed) for seed in SEEDS) == (barrier is all_barriers)
+    # Not every order shows it.
+    assert all(is_right(seed) for seed in range(10)) == (barrier is all_barriers)
 
 
 def test_programs_that_fit() -> None:
@@ -314,6 +325,7 @@ class CompiledKernel:
 
     n_regs = 128
     metadata = SimpleNamespace(shared=32 << 10, tmem_size=256)
+    arg_names = ()
 
     def __init__(self) -> None:
         self.compiled = 0
@@ -364,8 +376,8 @@ def test_single_is_refused_where_it_cannot_run(monkeypatch: pytest.MonkeyPatch) 
     weights, plans = [on_device(case)], [plan_named(case, "gram/row")]
     with execution() as scheduler:
         with pytest.raises(RuntimeError, match="cooperative"):
-            backend.run(weights, plans, [True] * len(plans), launch="single")
-        backend.run(weights, plans, [True] * len(plans), launch="auto")
+            backend.run(weights, plans, [True] * len(plans), precision="ieee", launch="single")
+        backend.run(weights, plans, [True] * len(plans), precision="ieee", launch="auto")
     assert "single_kernel" not in scheduler.launches
 
 
@@ -396,7 +408,7 @@ def test_run(launch_mode: str, precision: str, tolerance: float) -> None:
     skip_if_impossible(launch_mode)
     weights = [on_device(case) for case, _ in LAYERS]
     with execution():
-        plans = [candidates(case)[0] for case, _ in LAYERS]
+        plans = [chosen(problem(case), "triton", DEVICE, precision) for case, _ in LAYERS]
         losses, grads = backend.run(weights, plans, [True] * len(plans), precision=precision, launch=launch_mode)
     for loss, grad, weight, (case, _) in zip(losses, grads, weights, LAYERS, strict=True):
         assert max(errors(loss.cpu(), grad.cpu(), weight, case)) <= tolerance
@@ -406,7 +418,8 @@ def test_float64_is_served_by_pytorch() -> None:
     case = Case((6, 8))
     weights = [on_device(case), on_device(case, torch.float64), on_device(case, seed=1)]
     with execution():
-        losses, grads = backend.run(weights, [plan_named(case, "gram/row")] * 3, [True] * 3, precision="ieee")
+        jobs = [job(plan_named(case, "gram/row"), weight) for weight in weights]
+        losses, grads = backend.prepare(jobs, DEVICE, Options(precision="ieee"))(weights)
     assert [loss.dtype for loss in losses] == [torch.float32, torch.float64, torch.float32]
     for loss, grad, weight in zip(losses, grads, weights, strict=True):
         assert grad.dtype == weight.dtype
@@ -427,15 +440,6 @@ def test_twice_the_same_bits_and_independent_results() -> None:
     assert grad.data_ptr() != again.data_ptr()
     assert not grad._is_view()
     assert not first[0]._is_view()
-
-
-def test_bad_options_are_named() -> None:
-    case = Case((8, 16))
-    weights, plans = [on_device(case)], [plan_named(case, "gram/row")]
-    with pytest.raises(ValueError, match="launch must be one of"):
-        backend.run(weights, plans, [True] * len(plans), launch="twice")
-    with pytest.raises(ValueError, match="precision must be None or one of"):
-        backend.run(weights, plans, [True] * len(plans), precision="fp8")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -614,41 +618,30 @@ def test_caches_serve_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def test_precision_follows_torch() -> None:
-    before = torch.get_float32_matmul_precision()
-    try:
-        for setting, expected in (("highest", "ieee"), ("high", "tf32"), ("medium", "bf16")):
-            torch.set_float32_matmul_precision(setting)
-            assert resolve_precision(None) == expected
-            assert resolve_precision("tf32x3") == "tf32x3"
-    finally:
-        torch.set_float32_matmul_precision(before)
-
-
 @pytest.fixture
 def newer_setting() -> Iterator[Any]:
-    """Settings of products by backend, put back as they were."""
+    """torch's newer setting of the precision of products; it and the older one are put back as they were."""
     setting = torch.backends.cuda.matmul
-    before = getattr(setting, "fp32_precision", None)
-    if before is None:
-        pytest.skip("this torch has only set_float32_matmul_precision")
+    older, newer = torch.get_float32_matmul_precision(), getattr(setting, "fp32_precision", None)
     yield setting
-    setting.fp32_precision = before
+    if newer is not None:
+        setting.fp32_precision = newer
+    torch.set_float32_matmul_precision(older)
 
 
 @pytest.mark.parametrize(
     ("older", "newer", "expected"),
-    [("highest", "tf32", "tf32"), ("high", "ieee", "ieee"), ("medium", "tf32", "bf16"), ("highest", "ieee", "ieee")],
+    [("highest", None, "ieee"), ("high", None, "tf32"), ("medium", None, "bf16")]
+    + [("highest", "tf32", "tf32"), ("high", "ieee", "ieee"), ("medium", "tf32", "bf16"), ("highest", "ieee", "ieee")],
 )
-def test_precision_follows_the_newer_setting_too(older: str, newer: str, expected: str, newer_setting: Any) -> None:
-    before = torch.get_float32_matmul_precision()
+def test_precision_follows_torch(older: str, newer: str | None, expected: str, newer_setting: Any) -> None:
+    if newer is not None and not hasattr(newer_setting, "fp32_precision"):
+        pytest.skip("this torch has only set_float32_matmul_precision")
     torch.set_float32_matmul_precision(older)
-    try:
+    if newer is not None:
         newer_setting.fp32_precision = newer
-        assert resolve_precision(None) == expected
-        assert resolve_precision("tf32x3") == "tf32x3"
-    finally:
-        torch.set_float32_matmul_precision(before)
+    assert backend.resolve_precision(None, "A100", linear=True) == expected
+    assert backend.resolve_precision("tf32x3", "A100", linear=True) == "tf32x3"
 
 
 def test_large_tiles_need_enough_of_them() -> None:
@@ -680,28 +673,28 @@ def test_one_launch_for_little_work_only() -> None:
 def test_the_model_chooses_and_says_so(device: str, case: Case, expected: str) -> None:
     spec = SPECS[device]
     precision = spec.native_precision("tf32")
-    best = candidates(case)[0]
-    times = {plan.name: plan_seconds(plan, spec, precision) for plan in (best, *best.alternatives)}
-    assert choose_plan(best, spec, precision).name == expected
+    times = {plan.name: plan_seconds(plan, spec, precision) for plan in candidates(case)}
+    assert chosen(problem(case), "triton", device, precision).name == expected
     assert times[expected] == min(times.values())
-    text = explain(best, device)
-    assert text.startswith(f"{device}, {precision} (modelled, not measured)")
-    (line,) = (line for line in text.splitlines() if line.endswith("<- chosen"))
+    first, _, _, *rows = explain(case.shape, device=device, precision="tf32").splitlines()
+    assert first.endswith(f"by backend triton on {device}, {precision} (modelled, not measured)")
+    (line,) = (line for line in rows if line.endswith("<- chosen"))
     assert line.startswith(expected)
-    assert {line.split()[0] for line in text.splitlines()[2:]} == set(times)
+    assert {line.split()[0] for line in rows if "/" in line} >= set(times)
+    judged = engine.judge(problem(case), torch.float32, device, Options(backend="triton", precision=precision))
+    assert [one.seconds for one in judged if isinstance(one.plan, Plan)] == sorted(times.values())
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", get_args(Precision))
 @pytest.mark.parametrize(
     "case", [Case((256, 64, 7, 7), 2), Case((256, 64, 9, 9), 2), Case((512, 64, 5, 5, 5), 2), Case((4, 4, 4, 4, 4))]
 )
 def test_chosen_plans_fit_the_mix(case: Case, precision: str) -> None:
-    plan = candidates(case)[0]
-    assert any(one.outputs > 64 and not one.is_diagonal for one in (plan, *plan.alternatives))
+    assert any(plan.outputs > 64 and not plan.is_diagonal for plan in candidates(case))
     for device, spec in SPECS.items():
-        chosen = choose_plan(plan, spec, spec.native_precision(precision))
-        assert chosen.is_diagonal or chosen.outputs <= 64
-        assert "can be mixed" in explain(plan, device, precision)
+        plan = chosen(problem(case), "triton", device, spec.native_precision(precision))
+        assert not isinstance(plan, Plan) or plan.is_diagonal or plan.outputs <= 64
+        assert "can be mixed" in explain(case.shape, case.stride, device=device, precision=precision)
 
 
 def test_a_plan_is_modelled_once() -> None:

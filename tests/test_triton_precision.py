@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from interpreter import bf16_of_float, float_of_bf16, round_to_bf16, round_to_tf32
 from oracle import Case, loss_and_grad
+from plans import chosen, problem
 from rounding import direct_row, draw_case, draw_weights, error_ratios, gradient, matrix_plans
-from triton_support import DEVICE, candidates, on_device, plan_named, run
+from triton_support import DEVICE, on_device, plan_named, run
 
+from ocnn_fused.backends import triton as backend
+from ocnn_fused.backends.device import SPECS, spec_of
 from ocnn_fused.backends.rounding import amplification
-from ocnn_fused.backends.triton.config import PRECISIONS
-from ocnn_fused.backends.triton.model import SPECS, choose_plan, refusal, spec_of
+from ocnn_fused.problem import Precision
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -72,7 +75,7 @@ def error_in_units_of_the_reference(grad: torch.Tensor, weight: torch.Tensor, ca
 def test_gradient_error_is_at_most_four_times_the_references(precision: str, shape: tuple[int, ...], name: str) -> None:
     case = Case(shape)
     weight, plan = on_device(case), plan_named(case, name)
-    assert refusal(plan, precision) is None
+    assert backend.refusal(plan, torch.float32, "A100", precision) is None
     _, (grad,) = run([weight], [plan], precision=precision)
     assert error_in_units_of_the_reference(grad, weight, case, precision) <= 4
 
@@ -137,13 +140,14 @@ def test_amplification_is_what_emulation_finds(case: Case, name: str) -> None:
     assert max(ratios) == pytest.approx(amplification(plan), rel=0.2)
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", get_args(Precision))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_weights_that_need_no_rounding_are_not_evaluated(precision: str, dtype: torch.dtype) -> None:
     """A direct plan takes them as they are; the planes of another would be rounded."""
     case = Case((16, 16, 3, 3))
     exact = {"tf32": (torch.float16, torch.bfloat16), "bf16": (torch.bfloat16,)}.get(precision, ())
-    assert (refusal(plan_named(case, "toom/row"), precision, dtype) is not None) == (dtype in exact)
+    refusal = backend.refusal(plan_named(case, "toom/row"), dtype, "A100", precision)
+    assert (refusal is not None) == (dtype in exact)
     if dtype in exact:
         weight = case.orthogonal().to(dtype).cpu()
         unused = error_ratios(weight, case, [plan_named(case, "toom/row")], precision)[0]
@@ -152,21 +156,22 @@ def test_weights_that_need_no_rounding_are_not_evaluated(precision: str, dtype: 
 
 def test_common_shapes_keep_their_fast_plans() -> None:
     for shape, stride in [((128, 128, 3, 3), 1), ((512, 512, 3, 3), 1), ((256, 128, 3, 3), 2), ((64, 3, 7, 7), 2)]:
-        plan = choose_plan(candidates(Case(shape, stride))[0], SPECS["A100"], "tf32")
+        plan = chosen(problem(Case(shape, stride)), "triton", "A100", "tf32")
         assert plan.algorithm == "toom"
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("precision", get_args(Precision))
 def test_inaccurate_plans_are_refused_in_rounded_products_only(precision: str) -> None:
     inaccurate = (Case((24, 24, 3, 3, 3)), "toom/row"), (Case((24, 24, 5, 5)), "toom/row")
     by_chance = (Case((64, 4, 3, 3)), "toom/column"), (Case((1, 64, 5)), "toom/row")
     for case, name in (*inaccurate, *by_chance):
         plan = plan_named(case, name)
-        assert (refusal(plan, precision) is not None) == (precision in ROUNDINGS)
+        refusal = backend.refusal(plan, torch.float32, "A100", precision)
+        assert (refusal is not None) == (precision in ROUNDINGS)
         for spec in SPECS.values():
             native = spec.native_precision(precision)
             if native in ROUNDINGS:
-                assert choose_plan(candidates(case)[0], spec, native).name != name
+                assert chosen(problem(case), "triton", spec.name, native).name != name
 
 
 @pytest.mark.parametrize("precision", ROUNDINGS)

@@ -3,36 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from oracle import Case
-from triton_support import candidates, execution, on_device, plan_named
+from plans import chosen, problem
+from triton_support import DEVICE, candidates, execution, on_device
 
+from ocnn_fused import explain, tune
+from ocnn_fused.backends import device as devices
 from ocnn_fused.backends import triton as backend
-from ocnn_fused.backends.triton import model
-from ocnn_fused.backends.triton.config import SHIPPED
-from ocnn_fused.backends.triton.model import choose_plan, spec_of
-from ocnn_fused.ops import plan_for
+from ocnn_fused.backends.device import spec_of
+from ocnn_fused.backends.triton import tune as tune_module
+from ocnn_fused.backends.triton import tuned
+from ocnn_fused.backends.triton.config import SHIPPED, shipped
+
+#: What TF32 means on the device: AMD's have none.
+PRECISION = spec_of(DEVICE).native_precision("tf32")
 
 
-@pytest.fixture
-def tune_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    import importlib
-
-    module = importlib.import_module("ocnn_fused.tune")
+@pytest.fixture(autouse=True)
+def no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("OCNN_FUSED_CACHE", str(tmp_path))
-    monkeypatch.setattr(module, "_found", None)
-    module._key.cache_clear()
-    yield module
-    module._key.cache_clear()
+    monkeypatch.setattr(tuned, "_found", None)
+    tuned._key.cache_clear()
+    yield
+    tuned._key.cache_clear()
 
 
-def test_the_fastest_is_found_reported_and_remembered(tune_module, tmp_path: Path) -> None:
-    weight = on_device(Case((8, 16)))
+def test_tuning_under_a_default_device() -> None:
+    """Tables are made on the host, wherever tensors are made by default."""
+    weight = on_device(Case((8, 24)))
+    with execution(), torch.device("meta"):
+        tune([weight], precision="ieee", measure=lambda step: float(step() is None), report=lambda line: None)
+
+
+def test_the_fastest_is_found_reported_and_remembered(tmp_path: Path) -> None:
+    case = Case((8, 16))
+    weight = on_device(case)
     lines: list[str] = []
     calls = iter([3.0, 1.0, RuntimeError("does not fit")] + [2.0] * 20)
 
@@ -44,50 +57,48 @@ def test_the_fastest_is_found_reported_and_remembered(tune_module, tmp_path: Pat
         return result
 
     with execution():
-        best = tune_module.tune([weight], precision="tf32", measure=measure, report=lines.append)
-    tried = list(tune_module.candidates(SHIPPED["tf32"]))
-    assert tried[: len(SHIPPED["tf32"])] == list(SHIPPED["tf32"])
+        best = tune([weight], precision=PRECISION, measure=measure, report=lines.append)
+    of_device = shipped(spec_of(DEVICE))[PRECISION]
+    tried = list(tune_module.candidates(of_device))
+    assert tried[: len(of_device)] == list(of_device)
     assert best == tried[1]
     assert len(lines) == len(tried)
     assert "does not fit" in lines[2]
     assert (tmp_path / "tuned.json").exists()
 
-    tune_module._found = None  # as in another process
-    spec = spec_of(weight.device)
-    plan = choose_plan(plan_for(weight.shape, [], [], [], 1, "auto", backend), spec, "tf32")
-    assert tune_module.tuned_config(weight.device, "tf32", [plan]) == best
-    assert tune_module.tuned_config(weight.device, "bf16", [plan]) is None
-
-
-def a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int]) -> None:
-    major, minor = capability
-    properties = SimpleNamespace(name=name, major=major, minor=minor)
-    monkeypatch.setattr(torch.version, "hip", None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    model._cuda_spec.cache_clear()
+    tuned._found = None  # as in another process
+    plan = chosen(problem(case), "triton", weight.device, PRECISION)
+    assert tuned.tuned_config(weight.device, PRECISION, [plan]) == best
+    assert tuned.tuned_config(weight.device, "bf16", [plan]) is None
 
 
 @pytest.fixture
-def unknown_devices() -> Iterator[None]:
-    yield
-    model._cuda_spec.cache_clear()
+def a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, tuple[int, int]], None]]:
+    """Pretends that there is one, of a given name and capability."""
+
+    def pretend(name: str, capability: tuple[int, int]) -> None:
+        properties = SimpleNamespace(name=name, major=capability[0], minor=capability[1])
+        monkeypatch.setattr(torch.version, "hip", None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+        devices._cuda_spec.cache_clear()
+
+    yield pretend
+    devices._cuda_spec.cache_clear()
 
 
-@pytest.mark.usefixtures("unknown_devices")
-def test_devices_of_one_model_do_not_share_what_was_measured(tune_module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_one_model_do_not_share_what_was_measured(a_gpu: Callable[..., None]) -> None:
     device, config = torch.device("cuda", 0), SHIPPED["tf32"][0]
     names = [("NVIDIA GeForce RTX 3090", (8, 6)), ("NVIDIA RTX A6000", (8, 6)), ("NVIDIA RTX A6000", (8, 9))]
-    a_gpu(monkeypatch, *names[0])
-    tune_module._remember(tune_module._key(device, "tf32", ()), config)
-    assert tune_module.tuned_config(device, "tf32", []) == config
+    a_gpu(*names[0])
+    tuned.remember(device, "tf32", [], config)
+    assert tuned.tuned_config(device, "tf32", []) == config
     for other in names[1:]:
-        a_gpu(monkeypatch, *other)
-        tune_module._key.cache_clear()  # a device does not change its name within a process
-        assert tune_module.tuned_config(device, "tf32", []) is None
+        a_gpu(*other)
+        tuned._key.cache_clear()  # a device does not change its name within a process
+        assert tuned.tuned_config(device, "tf32", []) is None
 
 
-@pytest.mark.usefixtures("unknown_devices")
 @pytest.mark.parametrize(
     ("name", "capability", "spec", "described"),
     [
@@ -103,21 +114,27 @@ def test_devices_of_one_model_do_not_share_what_was_measured(tune_module, monkey
     ],
 )
 def test_devices_are_known_by_name_or_by_relation(
-    name: str, capability: tuple[int, int], spec: str, described: str, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    capability: tuple[int, int],
+    spec: str,
+    described: str,
+    a_gpu: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    a_gpu(monkeypatch, name, capability)
+    a_gpu(name, capability)
+    monkeypatch.setattr(backend, "unavailable_reason", lambda device: None)
     device = torch.device("cuda", 0)
-    assert spec_of(device).name == spec
-    plan = plan_named(Case((64, 64, 3, 3)), "toom/row")
-    assert plan.explain(device=device).splitlines()[0] == f"{described} (modelled, not measured)"
+    assert devices.spec_of(device).name == spec
+    text = explain((64, 64, 3, 3), device=device, backend="triton", precision="tf32")
+    assert text.splitlines()[0].endswith(f" by backend triton on {described} (modelled, not measured)")
 
 
-def test_the_geometry_is_that_of_the_layers(tune_module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_geometry_is_that_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many lags as the call itself would have, so that what is found is used."""
     cases = [Case((4, 3, 5, 5), 2, dilation=1, padding=2), Case((4, 2, 3), 1, dilation=2, groups=2)]
     plans = []
     monkeypatch.setattr(backend, "run", lambda weights, some, *rest, **options: plans.append(some))
-    tune_module.tune(
+    tune(
         [on_device(case) for case in cases],
         [case.stride for case in cases],
         dilations=[case.dilation for case in cases],
@@ -131,7 +148,7 @@ def test_the_geometry_is_that_of_the_layers(tune_module, monkeypatch: pytest.Mon
         assert plan.groups == case.groups
 
 
-def test_time_is_taken_on_the_device_of_the_weights(tune_module, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_is_taken_on_the_device_of_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     current, recorded = [0], []
 
     @contextlib.contextmanager
@@ -159,6 +176,22 @@ def test_time_is_taken_on_the_device_of_the_weights(tune_module, monkeypatch: py
     assert recorded == [1, 1]
 
 
-def test_an_unreadable_memory_is_no_memory(tune_module, tmp_path: Path) -> None:
-    (tmp_path / "tuned.json").write_text("{")
-    assert tune_module.tuned_config(torch.device("cpu"), "tf32", []) is None
+@pytest.mark.parametrize("text", ["{", "[1]", '{"cpu|tf32|": 1}'])
+def test_an_unreadable_memory_is_no_memory(text: str, tmp_path: Path) -> None:
+    (tmp_path / "tuned.json").write_text(text)
+    assert tuned.tuned_config(torch.device("cpu"), "tf32", []) is None
+
+
+def test_what_another_version_remembers_is_ignored(tmp_path: Path) -> None:
+    """Its settings had other names; what this version finds takes their place."""
+    cpu, config = torch.device("cpu"), SHIPPED["tf32"][1]
+    tuned.remember(cpu, "bf16", [], config)
+    entries = json.loads(tuned.cache_path().read_text())
+    entries["cpu|tf32|"] = {"block" if name == "tile" else name: value for name, value in asdict(config).items()}
+    tuned.cache_path().write_text(json.dumps(entries))
+    tuned._found = None  # as in another process
+    assert tuned.tuned_config(cpu, "tf32", []) is None
+    assert tuned.tuned_config(cpu, "bf16", []) == config
+    tuned.remember(cpu, "tf32", [], config)
+    tuned._found = None
+    assert tuned.tuned_config(cpu, "tf32", []) == config

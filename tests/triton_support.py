@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-
-# Triton decides when its functions are decorated, so before it is imported.
-os.environ.setdefault("TRITON_INTERPRET", "0" if torch.cuda.is_available() else "1")
-
 import triton
 import triton.language as tl
+from conftest import TRITON_ON_GPU as ON_GPU
 from oracle import Case, loss_and_grad
 from plans import candidates, plan_named
 
@@ -26,7 +22,6 @@ from ocnn_fused.plan import Plan
 __all__ = ["BIG", "DEVICE", "EDGES", "ON_GPU", "TOLERANCE", "Call", "candidates", "check", "errors", "execution"]
 __all__ += ["needs_interpreter", "on_device", "plan_named", "run", "skip_if_impossible", "tl", "triton"]
 
-ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 needs_interpreter = pytest.mark.skipif(ON_GPU, reason="program order and rounding are set in the interpreter")
@@ -38,8 +33,8 @@ def skip_if_impossible(launch: str | None) -> None:
 
 
 #: Big tiles for the interpreter, whose time does not depend on their size; and small ones, for many edges.
-BIG = Config(block=64, rows=8, columns=64, lanes=512)
-EDGES = Config(block=16, depth=16, rows=4, columns=16, lanes=16)
+BIG = Config(tile=64, rows=8, columns=64, gathered_columns=64, lanes=512)
+EDGES = Config(tile=16, depth=16, rows=4, columns=16, gathered_columns=32, lanes=16)
 
 TOLERANCE = 3e-5
 

@@ -77,7 +77,7 @@ def cuobjdump() -> str:
         folders.append(str(Path(triton.origin).parent / "backends" / "nvidia" / "bin"))
     found = shutil.which("cuobjdump", path=os.pathsep.join(folders))
     if found is None:
-        raise SystemExit("cuobjdump is neither on PATH nor in the triton package: what was built cannot be checked")
+        raise SystemExit("The build cannot be checked: cuobjdump is neither on PATH nor in the triton package")
     return found
 
 
@@ -100,7 +100,7 @@ def check(library: Path) -> list[str]:
     wanted, found = set(_extension.build_info["architectures"]), embedded(module)
     print("architectures:", *_extension.build_info["architectures"])
     if wanted != found:
-        problems.append(f"the module contains code for {sorted(found)}, wanted {sorted(wanted)}")
+        problems.append(f"the module contains code for {sorted(found)}, but was built for {sorted(wanted)}")
     of_kernels, machine_codes = stacks(module), sum(name.startswith("sm_") for name in found)
     print(f"{len(of_kernels)} kernels, largest stack {max(map(max, of_kernels.values()), default=0)} bytes")
     if not of_kernels:
@@ -124,9 +124,9 @@ def main() -> None:
     try:
         library, duration = build(out)
     except subprocess.CalledProcessError as error:
-        raise SystemExit(f"the build failed with exit code {error.returncode}") from None
+        raise SystemExit(f"The build failed with exit code {error.returncode}") from None
     problems = check(library)
-    print(f"built in {duration}")
+    print(f"Built in {duration}")
     raise SystemExit("; ".join(problems) or 0)
 
 

@@ -41,10 +41,6 @@ class Unavailable(Exception):
     """CUDA code cannot be compiled here; the text says what is missing."""
 
 
-class Mismatch(Exception):
-    """CUDA code compiled here would not fit the torch in use; the text says which versions they are."""
-
-
 @dataclass(frozen=True)
 class Toolkit:
     """A CUDA toolkit: the folder with bin/nvcc, and its release."""
@@ -121,15 +117,15 @@ def _with_header(header: str, folders: Iterable[Path]) -> Iterator[Path]:
 
 
 def check_fits(toolkit: Toolkit, torch_version: str, torch_cuda: str) -> str | None:
-    """None if the toolkit is of torch's CUDA, a warning if another minor version; raises Mismatch if another major."""
+    """None if the toolkit is of torch's CUDA, a warning if another minor version; raises if another major."""
     wanted = parse(torch_cuda)
     versions = f"torch {torch_version} was built with CUDA {dotted(wanted)} and the toolkit is {toolkit}"
     if toolkit.version[0] != wanted[0]:
-        raise Mismatch(f"{versions}: their major versions must agree")
+        raise Unavailable(f"{versions}: their major versions must agree, so set CUDA_HOME to a toolkit that fits")
     if toolkit.version < OLDEST:
         raise Unavailable(f"the toolkit is {toolkit}, and C++20 needs CUDA {dotted(OLDEST)} or newer")
     if toolkit.version != wanted:
-        return f"{versions}: that works as a rule, the same minor version is safer"
+        return f"{versions}: this usually works, but the same minor version is safer"
     return None
 
 

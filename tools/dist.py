@@ -42,7 +42,9 @@ def run(*command: object, **options: object) -> str:
         [str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **options
     )
     if done.returncode:
-        raise SystemExit(f"{done.stdout}\n{' '.join(str(part) for part in command)[:200]} failed: {done.returncode}")
+        raise SystemExit(
+            f"{done.stdout}\n{' '.join(str(part) for part in command)[:200]} failed with exit code {done.returncode}"
+        )
     return done.stdout
 
 

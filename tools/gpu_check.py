@@ -3,11 +3,11 @@
     python tools/gpu_check.py --out gpu_check.md          all targets
     python tools/gpu_check.py --targets sm_90 gfx942      some
 
-For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, the matrix
-instruction where the precision promises one, and as many of them as the plan has multiply-adds: the machine code has
-the same matrix instructions as the compiler's last LLVM IR, and the control flow of that is executed for all work items
-of sample plans. Exits non-zero if anything is wrong. This shows what the GPU would run, not how fast. Takes about five
-minutes on two cores.
+For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, every
+operand of a TF32 product rounded where it is stored, the matrix instruction where the precision promises one, and as
+many of them as the plan has multiply-adds: the machine code has the same matrix instructions as the compiler's last
+LLVM IR, and the control flow of that is executed for all work items of sample plans. Exits non-zero if anything is
+wrong. This shows what the GPU would run, not how fast. Takes about five minutes on two cores.
 """
 
 from __future__ import annotations
@@ -34,31 +34,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
-import triton.language as tl
 from control_flow import ControlFlow, Memory, Thread
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ocnn_fused.backends.triton import kernels
-from ocnn_fused.backends.triton.config import (
-    ELEMENTWISE_STAGES,
-    ELEMENTWISE_WARPS,
-    MOST_REGISTERS,
-    SHIPPED,
-    SHIPPED_AMD,
-    Config,
-    mix_registers,
-    single_config,
-)
+from ocnn_fused.backends.model import product_work
+from ocnn_fused.backends.triton import fields, kernels
+from ocnn_fused.backends.triton.config import SHIPPED, SHIPPED_AMD, Config, compile_options, single_config
 from ocnn_fused.backends.triton.cooperative import (
     RESERVED_SHARED,
     most_warps,
     programs_per_multiprocessor,
     tensor_columns,
 )
-from ocnn_fused.backends.triton.model import product_work
+from ocnn_fused.backends.triton.launch import kernel_constants
 from ocnn_fused.backends.triton.tables import STAGES, Layout, Tables, build_tables
-from ocnn_fused.plan import Plan, make_plan, reduce_axis
+from ocnn_fused.plan import Plan, candidates
+from ocnn_fused.problem import problem_of
 
 NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -110,6 +102,13 @@ _POINTERS = {
 }  # fmt: skip
 
 
+#: What the machine code for NVIDIA must keep to, beside being right: the most instructions of the inner loop for each
+#: tap (or plane) of an element, which has CHUNK multiply-adds; and the fewest programs of a staged kernel with 64 x 64
+#: tiles, or without products, that share a multiprocessor by their registers, shared memory and warps.
+MOST_INSTRUCTIONS = {"evaluate": 60, "gather": 45}
+FEWEST_PROGRAMS = 2
+
+
 @dataclass(frozen=True)
 class Job:
     """One kernel in one configuration for one target."""
@@ -120,30 +119,17 @@ class Job:
     target: str
 
     @property
-    def is_product(self) -> bool:
-        return self.kernel in ("gram", "apply", "single")
+    def options(self) -> dict[str, int]:
+        target = TARGETS[self.target]
+        return compile_options(self.kernel, self.config, target.capability if target.is_nvidia else None)
 
     @property
     def warps(self) -> int:
-        return self.config.warps if self.is_product else ELEMENTWISE_WARPS
-
-    @property
-    def stages(self) -> int:
-        return self.config.stages if self.is_product else ELEMENTWISE_STAGES
+        return self.options["num_warps"]
 
     @property
     def constants(self) -> dict[str, object]:
-        config, bf16 = self.config, self.precision == "bf16"
-        values = {
-            "PLANE": tl.bfloat16 if bf16 else tl.float32,
-            "PRECISION": "ieee" if bf16 else self.precision,
-            "BLOCK": config.block,
-            "DEPTH": config.depth,
-            "ROWS": config.rows,
-            "COLUMNS": config.columns,
-            "LANES": config.lanes,
-        }
-        return {name: values[name] for name in self.function.arg_names if name in values}
+        return kernel_constants(self.kernel, self.precision, self.config)
 
     @property
     def function(self) -> triton.JITFunction:
@@ -151,7 +137,21 @@ class Job:
 
     @property
     def wants_matrix_instructions(self) -> bool:
-        return self.is_product and (self.precision != "ieee" or not TARGETS[self.target].is_nvidia)
+        return "PRECISION" in self.constants and (self.precision != "ieee" or not TARGETS[self.target].is_nvidia)
+
+    @property
+    def roundings(self) -> int:
+        """Fewest instructions that round to TF32: one for each operand that a thread stores, wherever it does."""
+        if self.precision != "tf32":
+            return 0
+        config, threads = self.config, 32 * self.warps
+        stored = {
+            "evaluate": (fields.CHUNK.value + 1) * config.rows * config.columns,
+            "gram": config.tile**2,
+            "mix": 2 * (16**3 + 32 * 8**2 + 64 * 8**2),  # the tile and its mirror image, for each of MIX_SIZES
+        }
+        stages = stored if self.kernel == "single" else [self.kernel]
+        return sum(-(-stored.get(stage, 0) // threads) for stage in stages)
 
 
 @dataclass
@@ -166,7 +166,9 @@ class Outcome:
     scalar_spills: int = 0  # on AMD into lanes of vector registers; if these did not suffice there would be a stack
     shared: int = 0
     tensor_columns: int = 0
-    programs: int = 0  # of the single kernel that fit on one multiprocessor
+    programs: int = 0  # that fit on one multiprocessor
+    instructions: float = 0.0  # of evaluate's or gather's inner loop, per tap and element
+    roundings: int = 0  # to TF32, in PTX
     matrix: Counter[str] = field(default_factory=Counter)
     multiply_adds: int = 0  # executed by matrix instructions for the sample plans
     wide_loads: int = 0
@@ -183,8 +185,10 @@ def jobs(targets: Sequence[str]) -> Iterator[Job]:
                 yield Job("gram", precision, config, target)
                 yield Job("apply", precision, config, target)
         default = shipped["ieee"][0]
-        yield from (Job(kernel, "ieee", default, target) for kernel in ("evaluate", "mix", "gather"))
+        yield from (Job(kernel, "ieee", default, target) for kernel in ("squares", "evaluate", "mix", "gather"))
         yield Job("evaluate", "bf16", default, target)
+        if "tf32" in shipped:
+            yield from (Job(kernel, "tf32", default, target) for kernel in ("evaluate", "mix"))
 
 
 def compile_job(job: Job) -> triton.compiler.CompiledKernel:
@@ -195,14 +199,7 @@ def compile_job(job: Job) -> triton.compiler.CompiledKernel:
         if name in _POINTERS:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": job.warps, "num_stages": job.stages, "enable_fp_fusion": True}
-    if TARGETS[job.target].is_nvidia and job.is_product:
-        options["maxnreg"] = MOST_REGISTERS
-    if TARGETS[job.target].is_nvidia and job.kernel == "mix":
-        options["maxnreg"] = mix_registers(TARGETS[job.target].capability)
-    if job.kernel == "single":
-        options["launch_cooperative_grid"] = True
-    return triton.compile(source, target=TARGETS[job.target].triton, options=options)
+    return triton.compile(source, target=TARGETS[job.target].triton, options=job.options)
 
 
 def check(job: Job) -> Outcome:
@@ -216,7 +213,7 @@ def check(job: Job) -> Outcome:
     )
     target = TARGETS[job.target]
     (_read_nvidia if target.is_nvidia else _read_amd)(outcome, compiled, target)
-    if job.kernel == "single" and target.is_nvidia:
+    if target.is_nvidia:
         outcome.programs = programs_per_multiprocessor(
             outcome.registers,
             outcome.shared,
@@ -227,12 +224,21 @@ def check(job: Job) -> Outcome:
         )
         if not outcome.programs:
             outcome.problems.append("not one program fits on a multiprocessor")
+        elif job.config.tile <= 64 and job.kernel != "single" and outcome.programs < FEWEST_PROGRAMS:
+            outcome.problems.append(f"{outcome.programs} programs fit on a multiprocessor, wanted {FEWEST_PROGRAMS}")
+        most = MOST_INSTRUCTIONS.get(job.kernel)
+        if most is not None and not 0 < outcome.instructions <= most:
+            outcome.problems.append(f"{outcome.instructions:.0f} instructions per tap, at most {most} are wanted")
+        if job.kernel in ("gram", "apply") and not outcome.wide_loads:
+            outcome.problems.append("nothing is copied 16 bytes at a time")
     if outcome.stack:
         outcome.problems.append(f"{outcome.stack} bytes of stack")
     if outcome.spills:
         outcome.problems.append(f"{outcome.spills} local accesses")
     if outcome.shared > target.shared_bytes:
         outcome.problems.append(f"{outcome.shared} bytes of shared memory, limit {target.shared_bytes}")
+    if outcome.roundings < job.roundings:
+        outcome.problems.append(f"{outcome.roundings} roundings to TF32, {job.roundings} operands are stored")
     if job.wants_matrix_instructions:
         try:
             _check_matrix_instructions(outcome, compiled.asm["llir"])
@@ -255,13 +261,14 @@ _SAMPLES = (
 def _sample(precision: str, config: Config) -> tuple[list[Plan], list[torch.Tensor], Tables]:
     """Plans, their weights and tables."""
     plans = []
-    for (rows, channels, *kernel), name in _SAMPLES:
-        best = make_plan(rows, channels, tuple(map(reduce_axis, kernel)), side=name.partition("/")[2])
-        plans.append(next(plan for plan in (best, *best.alternatives) if plan.name == name))
+    for shape, name in _SAMPLES:
+        every = candidates(problem_of(shape, 1, 1, 1, None), "column" if name.endswith("column") else "row")
+        plans.append(next(plan for plan in every if plan.name == name))
     weights = [torch.empty(shape) for shape, _ in _SAMPLES]
     plane = torch.bfloat16 if precision == "bf16" else torch.float32
     wanted = [True] * len(plans)
-    tables = build_tables([Layout.of(weight) for weight in weights], plans, wanted, plane, config, torch.device("cpu"))
+    layouts, device = [Layout.of(weight) for weight in weights], torch.device("cpu")
+    tables = build_tables(layouts, plans, wanted, plane, config, device, precision == "tf32")
     return plans, weights, tables
 
 
@@ -306,7 +313,7 @@ def _check_matrix_instructions(outcome: Outcome, module: str) -> None:
     if shapes and shapes != {call.split()[1] for call in flow.static}:
         outcome.problems.append(f"matrix instructions {set(outcome.matrix)}, but {set(flow.static)} in LLVM IR")
     plans, weights, tables = _sample(job.precision, job.config)
-    work = [product_work(plan, job.config.block, job.config.depth) for plan in plans]
+    work = [product_work(plan, job.config.tile, job.config.depth) for plan in plans]
     stages = {"gram": (0,), "apply": (1,), "single": (0, 1)}[job.kernel]
     expected = sum(of_plan[stage] for of_plan in work for stage in stages) * (3 if job.precision == "tf32x3" else 1)
     outcome.multiply_adds = _executed(flow, job, weights, tables)
@@ -349,12 +356,28 @@ def _read_nvidia(outcome: Outcome, compiled: triton.compiler.CompiledKernel, tar
         file.flush()
         usage = _run("cuobjdump", "--dump-resource-usage", file.name)
         sass = _run("cuobjdump", "-sass", file.name)
+    outcome.roundings = len(re.findall(r"and\.b32\s+%r\d+, %r\d+, -8192;", compiled.asm["ptx"]))
     numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage))
     outcome.registers, outcome.stack = int(numbers["REG"]), int(numbers["STACK"])
     instructions = Counter(_INSTRUCTION.findall(sass))
     outcome.spills = sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL"))
     outcome.matrix = Counter({name: count for name, count in instructions.items() if re.match(target.matrix, name)})
     outcome.wide_loads = sum(count for name, count in instructions.items() if re.match(r"LDG\S*\.128", name))
+    if outcome.job.kernel in MOST_INSTRUCTIONS:
+        outcome.instructions = instructions_per_tap(sass)
+
+
+def instructions_per_tap(sass: str) -> float:
+    """Of the inner loop with multiply-adds that has fewest other instructions, per CHUNK of them; 0 without any."""
+    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)]
+    found = []
+    for end, text in code:
+        jump = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
+        if jump and int(jump[1], 16) < end:
+            body = [line for address, line in code if int(jump[1], 16) <= address <= end]
+            chunks = sum(2 if "FFMA2" in line else "FFMA" in line for line in body) / fields.CHUNK.value
+            found += [len(body) / chunks] if chunks >= 1 else []
+    return min(found, default=0.0)
 
 
 def _read_amd(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target: Target) -> None:
@@ -377,11 +400,12 @@ def row(outcome: Outcome) -> str:
     """Of the table."""
     job = outcome.job
     matrix = ", ".join(f"{count} {name}" for name, count in outcome.matrix.most_common(2)) or "-"
-    tile = f"{job.config.block}x{job.config.block}x{job.config.depth}"
+    tile = f"{job.config.tile}x{job.config.tile}x{job.config.depth}"
     return (
         f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
         f"| {outcome.stack} | {outcome.spills} | {outcome.scalar_spills} | {outcome.shared} "
-        f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {matrix} "
+        f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {outcome.instructions or '-'} "
+        f"| {outcome.roundings or '-'} | {matrix} "
         f"| {outcome.multiply_adds or '-'} | {outcome.wide_loads} | {outcome.seconds:.1f} "
         f"| {'; '.join(outcome.problems) or 'ok'} |"
     )
@@ -391,7 +415,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
     """One line about one target."""
     wrong = sum(bool(outcome.problems) for outcome in outcomes)
     return (
-        f"{outcomes[0].job.target}: {len(outcomes)} kernels, {f'{wrong} WRONG' if wrong else 'all ok'}; "
+        f"{outcomes[0].job.target}: {len(outcomes)} kernels, {f'{wrong} with problems' if wrong else 'all fine'}; "
         f"at most {max(outcome.registers for outcome in outcomes)} registers, "
         f"{max(outcome.shared for outcome in outcomes)} bytes of shared memory; "
         f"{sum(outcome.seconds for outcome in outcomes):.0f} s"
@@ -401,22 +425,25 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 def table(outcomes: Sequence[Outcome]) -> str:
     """Markdown, one row per kernel, configuration and target."""
     lines = [
-        f"Compiled with triton {triton.__version__}; none of the machine code was executed.",
+        f"Compiled with triton {triton.__version__}. None of the machine code was executed.",
         "",
         "- Spills: local loads and stores on NVIDIA, vector registers in memory on AMD. Scalar spills: AMD's scalar "
         "registers kept in lanes of vector registers (`v_writelane`, `v_readlane`), which touches no memory.",
-        "- Multiply-adds: executed by matrix instructions for sample plans, equal to what the plans are counted with.",
+        "- Roundings: instructions in PTX that round an operand of a TF32 product, as it is stored; the products drop "
+        "what is left of the low bits.",
+        "- Multiply-adds: those that matrix instructions execute for sample plans; they equal the plans' own counts.",
         "",
         "| target | kernel | precision | tile | warps | registers | stack | spills | scalar spills "
-        "| shared | tensor columns | programs | matrix instructions | multiply-adds | 16-byte loads | seconds | |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "| shared | tensor columns | programs | instructions per tap | roundings "
+        "| matrix instructions | multiply-adds | 16-byte loads | seconds | |",
+        "|" + "---|" * 19,
     ]
     lines += map(row, outcomes)
     return "\n".join(lines) + "\n"
 
 
 #: Slowest first, so that no process is left with a long compilation at the end.
-_SLOWEST_FIRST = ("single", "apply", "gram", "mix", "gather", "evaluate")
+_SLOWEST_FIRST = ("single", "apply", "gram", "mix", "gather", "evaluate", "squares")
 
 
 def run(todo: Sequence[Job], processes: int) -> list[Outcome]:
@@ -437,10 +464,10 @@ def run(todo: Sequence[Job], processes: int) -> list[Outcome]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS))
+    parser.add_argument("--targets", nargs="+", choices=TARGETS, default=list(TARGETS), help="only these GPUs")
     parser.add_argument("--kernels", nargs="+", help="only these, for instance gram single")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--out", type=Path, help="write the table there instead of printing it")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="compilers at the same time")
+    parser.add_argument("--out", type=Path, help="write the table to this file instead of printing it")
     options = parser.parse_args(arguments)
     todo = [job for job in jobs(options.targets) if not options.kernels or job.kernel in options.kernels]
     start = perf_counter()
@@ -450,9 +477,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.out.write_text(text)
     else:
         print(f"\n{text}")
-    print(f"{len(todo)} kernels in {perf_counter() - start:.0f} s")
+    print(f"Compiled and checked {len(todo)} kernels in {perf_counter() - start:.0f} s")
     wrong = sum(bool(outcome.problems) for outcome in outcomes)
-    raise SystemExit(f"{wrong} kernels are not as they should be" if wrong else 0)
+    raise SystemExit(f"{wrong} of {len(todo)} kernels have problems, listed above" if wrong else 0)
 
 
 if __name__ == "__main__":

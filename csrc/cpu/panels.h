@@ -1,5 +1,5 @@
-// Plans with one product per output, executed in pieces that stay in the caches: evaluate and gram as one, then mix,
-// then apply and gather as one. Nothing but the weight's taps and the outputs is kept between them.
+// Plans with one product per output, in chunks that stay in the caches: load the taps, evaluate and gram as one, mix,
+// and evaluate, apply and gather as one. Nothing but the taps and the outputs is kept between them.
 //
 // Matrices lie in panels as wide as a vector, so that products read all operands in order and need no copy of them:
 // entry (s, n) of a plane, s along the Gram side, is element n * width + s % width of panel s / width.
@@ -7,11 +7,26 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <vector>
 
+#include "panel_switch.h"
 #include "stages.h"
 
 namespace ocnn_fused::cpu {
+
+// Sides of Gram matrices up to which panels are always better than a BLAS.
+constexpr int64_t kMiddlingSide = 256;
+// Longest side that panels take where vectors have 64 bytes: above it nobody has measured who is faster. Shorter
+// vectors have no such limit.
+constexpr int64_t kWidestSideOfLongVectors = 256;
+// In gram every thread makes the planes that it multiplies. If many threads share few products that is more work and
+// memory than a BLAS takes: sides above the middling are then left to it.
+constexpr int64_t kFewThreads = 8;
+// Elements of planes in the chunk that a thread works on: 768 KB, which a core's own cache holds beside what they are
+// multiplied with. Large layers take more, which the cores' common cache holds.
+template <typename T>
+constexpr int64_t kChunkElements = (int64_t{3} << 18) / sizeof(T);
 
 // Output `out` is the product of planes left and right of a slice; its own transpose if they are one.
 struct SliceProduct {
@@ -52,20 +67,19 @@ std::vector<Slice> slices_of(const std::vector<BlockView<T>>& blocks) {
     for (const int64_t orbit : orbits) {
       const int64_t first = orbit == 0 ? 0 : 2 * orbit - 1, last = std::min(2 * orbit + 1, points);
       Slice slice{static_cast<int64_t>(b), orbit, last - first, (last - first) * others, {}};
-      const int64_t* const output_of = view.output_of + first * others;  // 3 * output + kind, see PlanBlock
+      const int64_t* const out = view.output_of + first * others;
       for (int64_t g = 0; g < slice.planes; ++g) {
-        const int64_t partner = std::find(output_of, output_of + slice.planes, output_of[g] + 1) - output_of;
-        if (output_of[g] % 3 == 0) slice.products.push_back({g, partner, output_of[g] / 3});
-        if (output_of[g] % 3 == 2) slice.products.push_back({g, g, output_of[g] / 3});
+        const OutputKind kind = view.kind_of(first * others + g);
+        if (kind == OutputKind::kSymmetric) slice.products.push_back({g, g, out[g]});
+        for (int64_t h = 0; kind == OutputKind::kStored && h < slice.planes; ++h) {
+          if (h != g && out[h] == out[g]) slice.products.push_back({g, h, out[g]});
+        }
       }
       slices.push_back(std::move(slice));
     }
   }
   return slices;
 }
-
-// Sides of Gram matrices up to which panels are always better than a BLAS.
-constexpr int64_t kMiddlingSide = 256;
 
 // Distances between matrices and panels are odd multiples of a line: what is read together must not evict each other.
 inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLanes | 1) * kLanes; }
@@ -74,9 +88,10 @@ inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLan
 template <typename S, typename T>
 struct PanelJob {
   PanelJob(const LoweredPlan& plan, const std::vector<BlockView<T>>& blocks, const WeightView<const S>& weight,
-           const WeightView<S>& grad, int64_t channels, int64_t width)
+           const WeightView<S>& grad, const Targets<T>& targets, int64_t channels, int64_t width)
       : weight(weight),
         grad(grad),
+        targets(targets),
         blocks(blocks),
         slices(slices_of(blocks)),
         all_lags(2 * plan.lags - 1),
@@ -108,6 +123,7 @@ struct PanelJob {
 
   const WeightView<const S> weight;
   const WeightView<S> grad;  // no data: no gradient is wanted
+  const Targets<T> targets;
   const std::vector<BlockView<T>>& blocks;
   const std::vector<Slice> slices;
   const int64_t all_lags;
@@ -128,28 +144,24 @@ template <typename S, typename T>
 struct PanelStages {
   int64_t width = 0;        // of a panel
   int64_t widest_side = 0;  // of the Gram matrices; 0: this machine has no such stages
-  // The weight's taps as planes; items: panels.
+  // The weight's taps in panels; items: panels.
   void (*load)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
-  // X of all products; items: see SliceProduct.
+  // Planes V and X of all products; items: see SliceProduct.
   void (*gram)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
   // Y in place of X, and its transpose; items: pairs of panels. Writes one loss per item.
   void (*mix)(const PanelJob<S, T>&, int64_t begin, int64_t end, double* losses) = nullptr;
-  // dK; items: steps of the contraction, for one residue.
+  // Planes V, their gradients G and dK; items: steps of the contraction, for one residue.
   void (*apply)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
 };
 
 template <typename S, typename T>
 const PanelStages<S, T>& panel_stages();
 
-// In gram every thread makes the planes that it multiplies. If many threads share few products that is more work and
-// memory than a BLAS takes: large sides are then left to it.
-constexpr int64_t kFewThreads = 8;
-
 // Whether a plan for weights of this many rows and channels per group is executed by these stages.
 template <typename S, typename T>
 bool fits_panels(const PanelStages<S, T>& stages, const LoweredPlan& plan, int64_t rows, int64_t channels,
                  int64_t threads) {
-  if (plan.diagonal() || plan.flat) return false;
+  if (!panels_allowed || plan.diagonal() || plan.flat) return false;
   if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
   for (const PlanBlock& block : plan.blocks) {
     if (block.outputs != block.planes) return false;

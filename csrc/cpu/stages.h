@@ -1,4 +1,5 @@
-// The elementwise stages of a plan, compiled once per instruction set and chosen at run time.
+// What the stages of a plan work on, and tables of their functions, compiled once per instruction set and chosen at run
+// time.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +13,7 @@ namespace ocnn_fused::cpu {
 
 // Rows of numbers are worked on in multiples of this: one cache line of float32.
 constexpr int64_t kLanes = 16;
-// Channels that evaluate and gather take at once: long enough a run of each plane for the memory system to stream.
+// Lanes that a transform takes at once: long enough a stretch of each plane for the memory system to stream.
 constexpr int64_t kStrip = 4 * kLanes;
 // Side of the square tiles that mix reads together with their mirror image.
 constexpr int64_t kTile = kLanes;
@@ -53,8 +54,25 @@ template <typename T>
 struct BlockView {
   const PlanBlock* block;
   std::vector<Factor<T>> evaluation, mix;
-  const int64_t *plane_of, *output_of, *lag_of, *sources;
+  const int64_t *plane_of, *output_of, *output_kind, *lag_of, *sources;
+  OutputKind kind_of(int64_t g) const { return static_cast<OutputKind>(output_kind[g]); }
 };
+
+// One output of a block's grid.
+struct GridOutput {
+  int64_t output;
+  OutputKind kind;
+};
+
+// Of all blocks, one after the other.
+template <typename T>
+std::vector<GridOutput> grid_outputs(const std::vector<BlockView<T>>& blocks) {
+  std::vector<GridOutput> all;
+  for (const BlockView<T>& view : blocks) {
+    for (int64_t g = 0; g < view.block->outputs; ++g) all.push_back({view.output_of[g], view.kind_of(g)});
+  }
+  return all;
+}
 
 // Tap pairs of a small plan, sorted by lag; lag 0 comes first.
 struct TapPairs {
@@ -100,19 +118,19 @@ struct WeightStages {
   // dK = E^T G on strips [begin, end).
   void (*gather)(const WeightView<S>&, const std::vector<BlockView<T>>&, const std::vector<Planes<T>>&, const Window&,
                  int64_t begin, int64_t end);
-  // The whole pass for kLanes groups at once: returns the loss of lane block `item`; writes dK if grad.data is set.
-  double (*small)(const WeightView<const S>&, const WeightView<S>& grad, const TapPairs&, int64_t groups, int64_t rows,
-                  int64_t channels, int64_t item);
+  // The whole pass for kLanes groups at once: the `item`-th of them; returns their loss; writes dK if grad.data is set.
+  double (*small)(const WeightView<const S>&, const WeightView<S>& grad, const TapPairs&, const Targets<T>&,
+                  int64_t groups, int64_t rows, int64_t channels, int64_t item);
 };
 
 template <typename T>
 struct MixStage {
-  // R = mix(X) - I and, in place of X, Y = 4 mix^T(R), on tiles [begin, end) of one group's upper triangle of tiles and
-  // their mirror images; writes one loss per tile.
-  void (*tiles)(const Outputs<T>&, const std::vector<BlockView<T>>&, int64_t all_lags, int64_t group, bool with_grad,
-                int64_t begin, int64_t end, double* losses);
+  // R = mix(X) - a I and, in place of X, Y = 4 mix^T(R), on tiles [begin, end) of one group's upper triangle of tiles
+  // and their mirror images; writes one loss per tile.
+  void (*tiles)(const Outputs<T>&, const std::vector<BlockView<T>>&, int64_t all_lags, int64_t group, const Target<T>&,
+                bool with_grad, int64_t begin, int64_t end, double* losses);
   // The same where outputs are lags: row `row` of output `output`. Returns its loss.
-  double (*diagonal_row)(T* x, int64_t side, int64_t output, int64_t row, bool with_grad);
+  double (*diagonal_row)(T* x, int64_t side, int64_t output, int64_t row, const Target<T>&, bool with_grad);
 };
 
 template <typename S, typename T>

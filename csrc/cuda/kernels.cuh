@@ -10,7 +10,7 @@
 #include "../views.h"
 
 #ifndef OCNN_FUSED_SHARED
-// The block's dynamic shared memory.
+// The thread block's dynamic shared memory.
 #define OCNN_FUSED_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
 #endif
 
@@ -19,7 +19,7 @@ namespace ocnn_fused::cuda {
 constexpr int kThreads = 256;
 constexpr int kWarp = 32;
 // Of kThreads threads: 128 registers each. Left to itself, ptxas takes fewer on some architectures, and spills.
-constexpr int kBlocksPerProcessor = 2;
+constexpr int kThreadBlocksPerProcessor = 2;
 // Shared memory that every architecture grants without being asked.
 constexpr int64_t kSharedBytes = 48 << 10;
 // Results that a thread accumulates at once.
@@ -32,7 +32,7 @@ constexpr int kMaxAxes = 3;
 constexpr int kMaxBlocks = 1 << kMaxAxes;
 
 struct Launch {
-  int64_t blocks;
+  int64_t thread_blocks;
   int threads;
   int64_t shared_bytes;
 };
@@ -99,8 +99,8 @@ struct BlockViews {
   int count;
 };
 
-// Sum over the threads of a block, in the same order each time; valid in every thread.
-__device__ inline double block_sum(double value, double* shared) {
+// Sum over the threads of a thread block, in the same order each time; valid in every thread.
+__device__ inline double thread_block_sum(double value, double* shared) {
   const int thread = threadIdx.x;
   shared[thread] = value;
   __syncthreads();
@@ -117,9 +117,9 @@ __device__ inline double block_sum(double value, double* shared) {
 
 // Elements (row, channel) of one thread block, neighbours in the planes. Their taps pass through shared memory, so that
 // both the weight and the planes are read and written in the order of memory.
-constexpr int kSpan = 2 * kWarp;
-constexpr int kEach = kSpan / kWarp;  // elements per thread
-constexpr int kPitch = kSpan + 1;     // no two taps of an element in one bank
+constexpr int kElements = 2 * kWarp;
+constexpr int kEach = kElements / kWarp;  // elements per thread
+constexpr int kPitch = kElements + 1;     // no two taps of an element in one bank
 
 template <typename S>
 struct Place {
@@ -129,14 +129,14 @@ struct Place {
 
 template <typename S, typename T>
 __host__ __device__ constexpr int64_t taps_bytes(int64_t taps) {
-  return kSpan * sizeof(Place<S>) + taps * kPitch * sizeof(T);
+  return kElements * sizeof(Place<S>) + taps * kPitch * sizeof(T);
 }
 
 // Of evaluate_kernel and gather_kernel. Very many taps do not fit and are read and written where they lie.
 template <typename S, typename T>
 Launch taps_launch(const Window& window, int64_t taps) {
   const int64_t bytes = taps_bytes<S, T>(taps);
-  return {ceil_div(window.rows() * window.channels(), kSpan), kThreads,
+  return {ceil_div(window.rows() * window.channels(), kElements), kThreads,
           bytes <= kSharedBytes ? bytes : taps_bytes<S, T>(0)};
 }
 
@@ -148,10 +148,10 @@ struct TapStage {
 
   __device__ TapStage(unsigned char* shared, const WeightView<S>& view, const Window& window)
       : places(reinterpret_cast<Place<S>*>(shared)),
-        taps(taps_bytes<S, T>(view.taps) <= kSharedBytes ? reinterpret_cast<T*>(places + kSpan) : nullptr),
+        taps(taps_bytes<S, T>(view.taps) <= kSharedBytes ? reinterpret_cast<T*>(places + kElements) : nullptr),
         weight(view) {
-    const int64_t first = static_cast<int64_t>(blockIdx.x) * kSpan;
-    for (int e = threadIdx.x; e < kSpan; e += kThreads) {
+    const int64_t first = static_cast<int64_t>(blockIdx.x) * kElements;
+    for (int e = threadIdx.x; e < kElements; e += kThreads) {
       const int64_t row = (first + e) / window.channels(), channel = (first + e) % window.channels();
       S* data = row < window.rows() ? view.at(window.row_begin + row, window.channel_begin + channel) : nullptr;
       places[e] = {data, row, channel};
@@ -162,10 +162,10 @@ struct TapStage {
   // Calls visit(element of memory, slot) for all that is staged, neighbouring threads at neighbouring addresses.
   template <typename F>
   __device__ void each(const F& visit) const {
-    const int length = static_cast<int>(weight.taps), count = kSpan * length;
+    const int length = static_cast<int>(weight.taps), count = kElements * length;
     const bool along_channels = weight.channels_are_neighbours();
     for (int n = threadIdx.x; n < count; n += kThreads) {
-      const int e = along_channels ? n % kSpan : n / length, tap = along_channels ? n / kSpan : n % length;
+      const int e = along_channels ? n % kElements : n / length, tap = along_channels ? n / kElements : n % length;
       if (places[e].data != nullptr) visit(places[e].data[weight.tap_offset(tap)], taps[tap * kPitch + e]);
     }
   }
@@ -177,15 +177,15 @@ __device__ void each_task(const BlockViews<T>& blocks, const L& length, const F&
   int index = threadIdx.x / kWarp;
   for (int b = 0; b < blocks.count; ++b) {
     const BlockView<T>& block = blocks.block[b];
-    const int pieces = (length(block) + kResults - 1) / kResults, tasks = block.residues * pieces;
-    for (; index < tasks; index += kThreads / kWarp) task(block, index / pieces, index % pieces * kResults);
+    const int each = (length(block) + kResults - 1) / kResults, tasks = block.residues * each;
+    for (; index < tasks; index += kThreads / kWarp) task(block, index / each, index % each * kResults);
     index -= tasks;
   }
 }
 
 // V = E K
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+__global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
     evaluate_kernel(const WeightView<const S> weight, const BlockViews<T> blocks, const Window window) {
   OCNN_FUSED_SHARED(shared);
   const TapStage<const S, T> stage(shared, weight, window);
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
 
 // dK = E^T G
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+__global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
     gather_kernel(const WeightView<S> grad, const BlockViews<T> blocks, const Window window) {
   OCNN_FUSED_SHARED(shared);
   const TapStage<S, T> stage(shared, grad, window);
@@ -276,6 +276,56 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
   if (stage.taps == nullptr) return;
   __syncthreads();
   stage.each([](S& element, const T& slot) { element = static_cast<S>(slot); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// Free targets
+// ---------------------------------------------------------------------------------------------------------------------
+
+// Elements of one thread block of squares_kernel.
+constexpr int64_t kSquaredElements = 64 * kThreads;
+
+// Thread blocks, and partial sums, of a group with so many elements.
+__host__ __device__ inline int64_t squares_partials(int64_t elements) {
+  return (elements + kSquaredElements - 1) / kSquaredElements;
+}
+
+inline Launch squares_launch(int64_t groups, int64_t elements) {
+  return {groups * squares_partials(elements), kThreads, kThreads * static_cast<int64_t>(sizeof(double))};
+}
+
+// Sums of squares of the weights, (groups, thread blocks).
+template <typename S, typename T>
+__global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
+    squares_kernel(const WeightView<const S> weight, int64_t rows, int64_t channels, double* partials) {
+  OCNN_FUSED_SHARED(shared);
+  const int64_t filter = channels * weight.taps, elements = rows * filter, each = squares_partials(elements);
+  const int64_t first_row = blockIdx.x / each * rows, begin = blockIdx.x % each * kSquaredElements;
+  const int64_t end = begin + kSquaredElements < elements ? begin + kSquaredElements : elements;
+  T sum = 0;
+  for (int64_t e = begin + threadIdx.x; e < end; e += kThreads) {
+    const S* filters = weight.at(first_row + e / filter, e / weight.taps % channels);
+    const T value = static_cast<T>(filters[weight.tap_offset(e % weight.taps)]);
+    sum += value * value;
+  }
+  const double total = thread_block_sum(static_cast<double>(sum), reinterpret_cast<double*>(shared));
+  if (threadIdx.x == 0) partials[blockIdx.x] = total;
+}
+
+inline Launch targets_launch(int64_t groups) {
+  return {groups, kThreads, kThreads * static_cast<int64_t>(sizeof(double))};
+}
+
+// The free target of each group: the squared length of its filters on average.
+template <typename T>
+__global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
+    targets_kernel(const double* partials, int64_t partials_per_group, int64_t rows, T* targets) {
+  OCNN_FUSED_SHARED(shared);
+  const double* own = partials + blockIdx.x * partials_per_group;
+  double sum = 0;
+  for (int64_t n = threadIdx.x; n < partials_per_group; n += kThreads) sum += own[n];
+  const double total = thread_block_sum(sum, reinterpret_cast<double*>(shared));
+  if (threadIdx.x == 0) targets[blockIdx.x] = static_cast<T>(total / static_cast<double>(rows));
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -370,10 +420,11 @@ __device__ void combine(const T* __restrict__ matrix, int results, int inputs, c
   }
 }
 
-// R = mix(X) - I, partial losses (groups, pairs) and, in place over X (outputs, groups, side, side), Y.
+// R = mix(X) - a I, partial losses (groups, pairs) and, in place over X (outputs, groups, side, side), Y.
 template <int kTile, typename T>
-__global__ void __launch_bounds__(kMixThreads, kBlocksPerProcessor* kThreads / kMixThreads)
-    mix_kernel(T* x, const MixView<T> mix, int64_t groups, int64_t side, bool with_grad, double* partials) {
+__global__ void __launch_bounds__(kMixThreads, kThreadBlocksPerProcessor* kThreads / kMixThreads)
+    mix_kernel(T* x, const MixView<T> mix, const Targets<T> targets, int64_t groups, int64_t side, bool with_grad,
+               double* partials) {
   OCNN_FUSED_SHARED(shared);
   constexpr int kArea = kTile * kTile, kPlane = kTile * (kTile + 1), kParts = kMixThreads / (kArea / kTileEach);
   double* sums = reinterpret_cast<double*>(shared);
@@ -386,6 +437,7 @@ __global__ void __launch_bounds__(kMixThreads, kBlocksPerProcessor* kThreads / k
   const TilePair tile(blockIdx.x % pairs, (side + kTile - 1) / kTile);
   const int64_t row = tile.row * kTile, column = tile.column * kTile;
   const bool on_diagonal = tile.row == tile.column;
+  const Target<T> target = targets.at(group);
   // Calls visit(plane, i, j, index of (i, j), index of (j, i)) for every element of `planes` tiles.
   const auto each = [&](int planes, const auto& visit) {
     for (int n = threadIdx.x; n < planes * kArea; n += kMixThreads) {
@@ -422,11 +474,11 @@ __global__ void __launch_bounds__(kMixThreads, kBlocksPerProcessor* kThreads / k
   // holds both already.
   T squares = 0;
   each(mix.lags, [&](int t, int i, int j, int here, int) {
-    if (t == 0 && on_diagonal && i == j && row + i < side) symmetric[here] -= T(1);
+    if (t == 0 && on_diagonal && i == j && row + i < side) symmetric[here] = target.residual(symmetric[here]);
     const T s = symmetric[here], a = t == 0 ? T(0) : antisymmetric[here - kPlane];
     squares += (t == 0 ? T(2) : T(4)) * (s * s + a * a);
   });
-  const double loss = block_sum(static_cast<double>(squares), sums);
+  const double loss = thread_block_sum(static_cast<double>(squares), sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = on_diagonal ? loss / 2 : loss;
   if (!with_grad) return;
 
@@ -443,7 +495,7 @@ __global__ void __launch_bounds__(kMixThreads, kBlocksPerProcessor* kThreads / k
 }
 
 template <typename T>
-using MixKernel = void (*)(T*, MixView<T>, int64_t, int64_t, bool, double*);
+using MixKernel = void (*)(T*, MixView<T>, Targets<T>, int64_t, int64_t, bool, double*);
 
 template <typename T>
 MixKernel<T> mix_kernel_for(int tile) {
@@ -451,33 +503,35 @@ MixKernel<T> mix_kernel_for(int tile) {
 }
 
 // Elements of one thread block of mix_diagonal_kernel.
-constexpr int64_t kRun = 8 * kThreads;
+constexpr int64_t kDiagonalElements = 8 * kThreads;
 
 // Partial losses of a group.
-__host__ __device__ inline int64_t diagonal_runs(int64_t outputs, int64_t side) {
-  return outputs * ((side * side + kRun - 1) / kRun);
+__host__ __device__ inline int64_t diagonal_partials(int64_t outputs, int64_t side) {
+  return outputs * ((side * side + kDiagonalElements - 1) / kDiagonalElements);
 }
 
 inline Launch mix_diagonal_launch(int64_t outputs, int64_t groups, int64_t side) {
-  return {groups * diagonal_runs(outputs, side), kThreads, kThreads * static_cast<int64_t>(sizeof(double))};
+  return {groups * diagonal_partials(outputs, side), kThreads, kThreads * static_cast<int64_t>(sizeof(double))};
 }
 
-// The same where outputs are lags: R = X - I, partial losses (groups, outputs, runs) and Y = 4 R in place.
+// The same where outputs are lags: R = X - a I, partial losses (groups, outputs, thread blocks) and Y = 4 R in place.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-    mix_diagonal_kernel(T* x, int64_t outputs, int64_t groups, int64_t side, bool with_grad, double* partials) {
+__global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
+    mix_diagonal_kernel(T* x, int64_t outputs, const Targets<T> targets, int64_t groups, int64_t side, bool with_grad,
+                        double* partials) {
   OCNN_FUSED_SHARED(shared);
-  const int64_t area = side * side, runs = (area + kRun - 1) / kRun, item = blockIdx.x;
-  const int64_t group = item / runs / outputs, output = item / runs % outputs, begin = item % runs * kRun;
-  const int64_t end = begin + kRun < area ? begin + kRun : area;
+  const int64_t area = side * side, each = (area + kDiagonalElements - 1) / kDiagonalElements, item = blockIdx.x;
+  const int64_t group = item / each / outputs, output = item / each % outputs, begin = item % each * kDiagonalElements;
+  const int64_t end = begin + kDiagonalElements < area ? begin + kDiagonalElements : area;
   T* matrix = x + (output * groups + group) * area;
+  const Target<T> target = targets.at(group);
   T squares = 0;
   for (int64_t e = begin + threadIdx.x; e < end; e += kThreads) {
-    const T residual = matrix[e] - T(output == 0 && e % (side + 1) == 0);
+    const T residual = output == 0 && e % (side + 1) == 0 ? target.residual(matrix[e]) : matrix[e];
     squares += residual * residual;
     if (with_grad) matrix[e] = T(4) * residual;
   }
-  const double loss = block_sum(static_cast<double>(squares), reinterpret_cast<double*>(shared));
+  const double loss = thread_block_sum(static_cast<double>(squares), reinterpret_cast<double*>(shared));
   if (threadIdx.x == 0) partials[item] = output == 0 ? loss : 2 * loss;
 }
 
@@ -502,7 +556,7 @@ struct SmallShape {
   __host__ __device__ int weights() const { return rows * filter(); }       // of a group
   __host__ __device__ int residuals() const { return lags * rows * rows; }  // of a group
   // Thread blocks, and partial losses, of a weight.
-  __host__ __device__ int64_t blocks() const { return (groups + groups_at_once - 1) / groups_at_once; }
+  __host__ __device__ int64_t thread_blocks() const { return (groups + groups_at_once - 1) / groups_at_once; }
 };
 
 template <typename T>
@@ -519,20 +573,29 @@ SmallShape small_shape(int64_t groups, int64_t rows, int64_t channels, int64_t t
 template <typename T>
 Launch small_launch(const SmallShape& shape, int64_t weights) {
   const int64_t elements = static_cast<int64_t>(shape.groups_at_once) * (shape.weights() + shape.residuals());
-  return {weights * shape.blocks(), kThreads, static_cast<int64_t>(kThreads * sizeof(double) + elements * sizeof(T))};
+  return {weights * shape.thread_blocks(), kThreads,
+          static_cast<int64_t>(kThreads * sizeof(double) + elements * sizeof(T))};
 }
 
-// The whole pass: partial losses (weights, blocks) and, if grad.data is set, dK.
+// The free target of a group of which all is in shared memory.
+template <typename T>
+__device__ T small_target(const T* k, const SmallShape& shape) {
+  T sum = 0;
+  for (int e = 0; e < shape.weights(); ++e) sum += k[e] * k[e];
+  return sum / T(shape.rows);
+}
+
+// The whole pass: partial losses (weights, thread blocks) and, if grad.data is set, dK. Free targets are found here.
 template <typename S, typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
+__global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
     small_kernel(const WeightView<const S> weight, const WeightView<S> grad, const TapPairs pairs,
-                 const SmallShape shape, double* partials) {
+                 const Targets<T> targets, const SmallShape shape, double* partials) {
   OCNN_FUSED_SHARED(shared);
   double* sums = reinterpret_cast<double*>(shared);
   T* k = reinterpret_cast<T*>(sums + kThreads);              // (group, row, channel, tap)
   T* residual = k + shape.groups_at_once * shape.weights();  // (group, lag, row, row)
-  const int64_t of_weight = blockIdx.x / shape.blocks();
-  const int first = static_cast<int>(blockIdx.x % shape.blocks()) * shape.groups_at_once;
+  const int64_t of_weight = blockIdx.x / shape.thread_blocks();
+  const int first = static_cast<int>(blockIdx.x % shape.thread_blocks()) * shape.groups_at_once;
   const int here = shape.groups - first < shape.groups_at_once ? shape.groups - first : shape.groups_at_once;
   const int64_t first_row = (of_weight * shape.groups + first) * shape.rows;
   const int rows = shape.rows, channels = shape.channels, taps = shape.taps;
@@ -549,16 +612,21 @@ __global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
     const int group = n / shape.residuals(), lag = n / (rows * rows) % shape.lags, i = n / rows % rows, j = n % rows;
     const T* left = k + (group * rows + i) * shape.filter();
     const T* right = k + (group * rows + j) * shape.filter();
-    T value = lag == 0 && i == j ? T(-1) : T(0);
+    T value = 0;
     for (int64_t pair = pairs.lag_begin[lag]; pair < pairs.lag_begin[lag + 1]; ++pair) {
       const int64_t u = pairs.left[pair], v = pairs.right[pair];
       for (int c = 0; c < channels; ++c) value += left[c * taps + u] * right[c * taps + v];
+    }
+    if (lag == 0 && i == j) {
+      Target<T> target = targets.at(0);
+      if (targets.are_free()) target.value = small_target(k + group * shape.weights(), shape);
+      value = target.residual(value);
     }
     const T twice = lag == 0 ? T(1) : T(2);  // a lag stands for its negative too
     loss += static_cast<double>(twice * value * value);
     residual[n] = 2 * twice * value;
   }
-  const double total = block_sum(loss, sums);
+  const double total = thread_block_sum(loss, sums);
   if (threadIdx.x == 0) partials[blockIdx.x] = total;
   if (grad.data[0] == nullptr) return;
 
@@ -592,14 +660,20 @@ struct Losses {
 };
 
 // Loss of each weight from its partial sums; a sum of squares, so what rounding leaves below zero is zero (NaN stays).
+// `offset` per group and square of its target is what the side adds, see Plan.offset.
 template <typename T>
-__global__ void __launch_bounds__(kThreads, kBlocksPerProcessor)
-    loss_kernel(const double* partials, int64_t partials_per_weight, double offset, const Losses<T> losses) {
+__global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
+    loss_kernel(const double* partials, int64_t partials_per_weight, double offset, const Targets<T> targets,
+                int64_t groups, const Losses<T> losses) {
   OCNN_FUSED_SHARED(shared);
   const double* own = partials + blockIdx.x * partials_per_weight;
   double sum = 0;
   for (int64_t n = threadIdx.x; n < partials_per_weight; n += kThreads) sum += own[n];
-  const double loss = block_sum(sum, reinterpret_cast<double*>(shared)) + offset;
+  for (int64_t group = threadIdx.x; offset != 0 && group < groups; group += kThreads) {
+    const double target = static_cast<double>(targets.at(blockIdx.x * groups + group).value);
+    sum += offset * target * target;
+  }
+  const double loss = thread_block_sum(sum, reinterpret_cast<double*>(shared));
   if (threadIdx.x == 0) *losses.data[blockIdx.x] = static_cast<T>(loss < 0 ? 0 : loss);
 }
 

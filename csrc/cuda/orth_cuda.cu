@@ -12,8 +12,8 @@ namespace {
 
 template <typename... Parameters, typename... Arguments>
 void launch(const Launch& geometry, void (*kernel)(Parameters...), const Arguments&... arguments) {
-  TORCH_CHECK(geometry.blocks <= INT32_MAX, "a weight is too large: ", geometry.blocks, " thread blocks");
-  kernel<<<static_cast<unsigned>(geometry.blocks), geometry.threads, geometry.shared_bytes,
+  TORCH_CHECK(geometry.thread_blocks <= INT32_MAX, "a weight is too large: ", geometry.thread_blocks, " thread blocks");
+  kernel<<<static_cast<unsigned>(geometry.thread_blocks), geometry.threads, geometry.shared_bytes,
            at::cuda::getCurrentCUDAStream()>>>(arguments...);
   C10_CUDA_KERNEL_LAUNCH_CHECK();
 }
@@ -62,14 +62,15 @@ class PartialLosses {
     return partials_.mutable_data_ptr<double>();
   }
 
-  void append_to(std::vector<at::Tensor>& losses, double offset) const {
+  // `offset` of all groups, which have these targets.
+  void append_to(std::vector<at::Tensor>& losses, int64_t offset, const Targets<T>& targets_of, int64_t groups) const {
     Losses<T> targets{};
     for (size_t w = 0; w < weights_.size(); ++w) {
       losses.push_back(at::empty({}, weights_[w].options().dtype(c10::CppTypeToScalarType<T>::value)));
       targets.data[w] = losses.back().template mutable_data_ptr<T>();
     }
     launch(loss_launch(static_cast<int64_t>(weights_.size())), loss_kernel<T>, partials_.const_data_ptr<double>(),
-           count_, offset, targets);
+           count_, static_cast<double>(offset) / static_cast<double>(groups), targets_of, groups, targets);
   }
 
  private:
@@ -94,7 +95,9 @@ class Device {
         options_(weights[0].options()),
         weight_(view_of<const S>(weights)),
         grad_(view_of<S>(grads)),
-        losses_(weights) {
+        losses_(weights),
+        targets_{plan.target, nullptr} {
+    if (targets_.are_free()) find_targets(weights);
     TORCH_CHECK_VALUE(plan.blocks.size() <= kMaxBlocks, "a plan must have at most ", kMaxBlocks, " blocks, got ",
                       plan.blocks.size());
     const T* values = constants.const_data_ptr<T>();
@@ -133,20 +136,37 @@ class Device {
   }
 
   void mix(const Outputs<T>& x, bool with_grad) {
-    const int64_t per_group = plan_.diagonal() ? diagonal_runs(plan_.outputs, x.side) : mix_pairs(x.side, tile_);
+    const int64_t per_group = plan_.diagonal() ? diagonal_partials(plan_.outputs, x.side) : mix_pairs(x.side, tile_);
     double* partials = losses_.of_each(plan_.groups * per_group) + x.first_group * per_group;
+    const Targets<T> targets = targets_.from(x.first_group);
     if (plan_.diagonal()) {
       launch(mix_diagonal_launch(plan_.outputs, x.groups, x.side), mix_diagonal_kernel<T>, x.data, plan_.outputs,
-             x.groups, x.side, with_grad, partials);
+             targets, x.groups, x.side, with_grad, partials);
     } else {
       launch(mix_launch<T>(plan_.lags, plan_.outputs, x.groups, x.side, tile_), mix_kernel_for<T>(tile_), x.data, mix_,
-             x.groups, x.side, with_grad, partials);
+             targets, x.groups, x.side, with_grad, partials);
     }
   }
 
-  const PartialLosses<T>& losses() const { return losses_; }
+  void append_losses(std::vector<at::Tensor>& losses) const {
+    losses_.append_to(losses, plan_.offset, targets_, plan_.groups);
+  }
 
  private:
+  // One reduction over the weights, in two launches.
+  void find_targets(at::TensorList weights) {
+    const int64_t groups = static_cast<int64_t>(weights.size()) * plan_.groups, rows = weight_.rows / plan_.groups;
+    const int64_t channels = weights[0].size(1), elements = rows * channels * weight_.taps;
+    const int64_t each = squares_partials(elements);
+    const at::Tensor partials = at::empty({groups * each}, options_.dtype(at::kDouble));
+    free_targets_ = at::empty({groups}, options_.dtype(c10::CppTypeToScalarType<T>::value));
+    launch(squares_launch(groups, elements), squares_kernel<S, T>, weight_, rows, channels,
+           partials.mutable_data_ptr<double>());
+    launch(targets_launch(groups), targets_kernel<T>, partials.const_data_ptr<double>(), each, rows,
+           free_targets_.template mutable_data_ptr<T>());
+    targets_.of_groups = free_targets_.template const_data_ptr<T>();
+  }
+
   BlockViews<T> with(const std::vector<Planes<T>>& planes) const {
     BlockViews<T> views = blocks_;
     for (int b = 0; b < views.count; ++b) views.block[b].memory = planes[plan_.blocks[b].pool];
@@ -158,6 +178,8 @@ class Device {
   const WeightView<const S> weight_;
   const WeightView<S> grad_;
   PartialLosses<T> losses_;
+  Targets<T> targets_;
+  at::Tensor free_targets_;
   BlockViews<T> blocks_{};
   MixView<T> mix_{};
   int tile_ = 0;
@@ -180,25 +202,20 @@ void check_tables(const at::Tensor& tables, const at::Tensor& weight) {
                     tables.device());
 }
 
-LossesAndGrads execute_plan(at::TensorList weights, const at::Tensor& layout, const at::Tensor& tables,
+LossesAndGrads execute_plan(at::TensorList weights, const LoweredPlan& plan, const at::Tensor& tables,
                             const at::Tensor& constants, bool with_grad) {
-  const LoweredPlan plan = read_plan(reader_of(layout));
   std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
-  check_tables(tables, weights[0]);
   check_tables(constants, weights[0]);
   each_batch(weights, grads, [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads) {
     Device<S, T> device(plan, some, some_grads, tables, constants);
-    Pipeline<S, T, Device<S, T>>(device, plan, some, some_grads).run();
-    device.losses().append_to(losses, static_cast<double>(plan.offset));
+    Pipeline<S, T, Device<S, T>>(device, plan, some, some_grads).execute();
+    device.append_losses(losses);
   });
   return {std::move(losses), std::move(grads)};
 }
 
-LossesAndGrads execute_small(at::TensorList weights, const at::Tensor& layout, const at::Tensor& tables,
-                             bool with_grad) {
-  const SmallPlan plan = read_small_plan(reader_of(layout));
+LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad) {
   std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
-  check_tables(tables, weights[0]);
   const int64_t* numbers = tables.const_data_ptr<int64_t>();
   const TapPairs pairs{numbers + plan.left, numbers + plan.right, numbers + plan.lag_begin, numbers + plan.terms,
                        numbers + plan.tap_begin};
@@ -208,18 +225,26 @@ LossesAndGrads execute_small(at::TensorList weights, const at::Tensor& layout, c
     TORCH_CHECK_VALUE(shape.groups_at_once > 0, "a group of ", rows, " x ", channels, " filters of ", plan.taps,
                       " taps does not fit into shared memory");
     PartialLosses<T> partials(some);
+    const Targets<T> targets{plan.target, nullptr};
     launch(small_launch<T>(shape, static_cast<int64_t>(some.size())), small_kernel<S, T>, view_of<const S>(some),
-           view_of<S>(some_grads), pairs, shape, partials.of_each(shape.blocks()));
-    partials.append_to(losses, 0.0);
+           view_of<S>(some_grads), pairs, targets, shape, partials.of_each(shape.thread_blocks()));
+    partials.append_to(losses, 0, targets, plan.groups);
   });
   return {std::move(losses), std::move(grads)};
+}
+
+LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad) {
+  TORCH_CHECK_VALUE(!weights.empty(), "weights must not be empty");
+  check_tables(plan->tables, weights[0]);
+  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad)
+                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ocnn_fused, CUDA, m) {
-  m.impl("execute_plan", execute_plan);
-  m.impl("execute_small", execute_small);
+  register_plan_type();
+  m.impl("execute", execute);
 }
 
 }  // namespace ocnn_fused::cuda

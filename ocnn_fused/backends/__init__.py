@@ -1,73 +1,73 @@
-"""Backends execute plans. Each is a module with
-
-``RATES``
-    what the device does per second, for choosing plans,
-``unavailable_reason(device) -> str | None``
-    why it cannot serve tensors of that device, in one sentence, or None,
-``run(weights, plans, with_grad) -> (losses, grads)``
-    one 0-dim loss per weight in the accumulation dtype and one gradient per weight in its own dtype, empty where
-    ``with_grad`` says False; none of them with a graph,
-``OPTIONS``
-    optional: names of further keyword arguments of ``run``, each a string,
-``ONLY_ON_REQUEST``
-    optional: device types that it serves only when it is asked for by name.
-"""
+"""Backends execute plans. Each is a module that has what :class:`Backend` lists."""
 
 from __future__ import annotations
 
 import os
-import warnings
-from types import ModuleType
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
+from ..plan import Plan
+from ..problem import BACKENDS, Options, Precision
+from ..warn import warn
 from . import cpu, cuda, pytorch, triton
+from .job import Executable, Job
+
+
+class Backend(Protocol):
+    """A way to execute plans on some devices."""
+
+    def unavailable_reason(self, device: torch.device) -> str | None:
+        """Why it cannot serve tensors of that device, in one sentence, or None."""
+
+    def resolve_precision(self, precision: Precision | None, device: torch.device, linear: bool) -> Precision:
+        """The precision that float32 products have if this one is asked for; None does what PyTorch would do.
+
+        That is: for the layer itself, ``linear`` or a convolution, on that device and with the settings of now.
+        """
+
+    def refusal(self, plan: Plan, dtype: torch.dtype, device: torch.device, precision: Precision) -> str | None:
+        """Why a plan is never chosen for weights of ``dtype``, or None; some plan always serves."""
+
+    def seconds(self, plan: Plan, dtype: torch.dtype, device: torch.device, precision: Precision) -> float:
+        """Estimated time of loss and gradient, for comparing plans."""
+
+    def prepare(self, jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
+        """What executes the plans of these jobs, many times; each says the precision of its products."""
+
 
 #: By name, in the order in which they are preferred.
-BACKENDS: dict[str, ModuleType] = {"cpu": cpu, "triton": triton, "cuda": cuda, "torch": pytorch}
+MODULES: dict[str, Backend] = dict(zip(BACKENDS, (cpu, triton, cuda, pytorch), strict=True))
+
+#: Device types that a backend serves only if it is asked for by name: there only Triton's interpreter runs.
+_ONLY_ON_REQUEST = {"triton": "cpu"}
+
+#: What the user wants where nothing is asked for; read once, when the package is imported.
+DEFAULT = os.environ.get("OCNN_FUSED_BACKEND") or None
 
 _warned: set[str] = set()
 
 
-def encode(backend: str | None, **options: str | None) -> str:
-    """A backend and its options as the one string that an op takes: ``triton;precision=tf32``."""
-    return ";".join([backend or "", *(f"{name}={value}" for name, value in options.items() if value is not None)])
-
-
-def decode(text: str) -> tuple[str | None, dict[str, str]]:
-    """The backend, or None for the default, and the options."""
-    name, *options = text.split(";")
-    return name or None, dict(option.split("=", 1) for option in options)  # type: ignore[misc]
-
-
-def accepted(module: ModuleType, options: dict[str, str]) -> dict[str, str]:
-    """The options that a backend has; the others say nothing to it (a CPU has no TF32)."""
-    return {name: value for name, value in options.items() if name in getattr(module, "OPTIONS", ())}
-
-
-def default_name() -> str | None:
-    """What the user wants where nothing is asked for."""
-    return os.environ.get("OCNN_FUSED_BACKEND") or None
-
-
-def choose(device: torch.device, name: str | None = None) -> ModuleType:
-    """The backend called ``name``, or the first to serve ``device``; ``OCNN_FUSED_BACKEND`` is the default name."""
-    name = name or default_name()
+def choose(device: torch.device, name: str | None = None) -> str:
+    """Name of the backend to use: the one asked for, else ``OCNN_FUSED_BACKEND``, else the first that serves."""
+    if name is None and DEFAULT is not None:
+        if DEFAULT not in MODULES:
+            raise ValueError(f"OCNN_FUSED_BACKEND must be one of {', '.join(map(repr, MODULES))}, got {DEFAULT!r}")
+        name = DEFAULT
     if name is not None:
-        if name not in BACKENDS:
-            raise ValueError(f"backend must be None or one of {', '.join(map(repr, BACKENDS))}, got {name!r}")
-        reason = BACKENDS[name].unavailable_reason(device)
+        reason = MODULES[name].unavailable_reason(device)
         if reason is not None:
             raise RuntimeError(f"backend {name!r} is not available: {reason}")
-        return BACKENDS[name]
+        return name
     reasons: dict[str, str] = {}
-    for candidate, module in BACKENDS.items():
-        if device.type in getattr(module, "ONLY_ON_REQUEST", ()):
+    for candidate, module in MODULES.items():
+        if _ONLY_ON_REQUEST.get(candidate) == device.type:
             continue
         reason = module.unavailable_reason(device)
         if reason is None:
             _warn_if_slower(candidate, device, reasons)
-            return module
+            return candidate
         reasons[candidate] = reason
     raise RuntimeError(f"no backend serves {device}: {reasons}")
 
@@ -79,9 +79,5 @@ def _warn_if_slower(chosen: str, device: torch.device, reasons: dict[str, str]) 
     _warned.add(device.type)
     own = ("cpu",) if device.type == "cpu" else ("triton", "cuda")
     relevant = "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if name in own)
-    warnings.warn(
-        f"ocnn_fused runs its plans through PyTorch on {device.type}, "
-        f"which is slower than a compiled backend: {relevant}",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+    message = f"No compiled backend for {device.type}; falling back to PyTorch operations, which are slower: {relevant}"
+    warn(message, RuntimeWarning)

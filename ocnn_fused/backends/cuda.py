@@ -7,27 +7,20 @@ It runs where Triton does not, and needs no Python between its launches. Product
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import lru_cache
 from math import prod
 
 import torch
-from torch import Tensor
 
 from .. import _extension
 from ..plan import Plan
-from .lowering import accumulation_dtype, batches, run_buckets
-from .precision import matmul_precision
+from ..problem import Precision
+from .device import Device, matmul_precision, missing_gpu, spec_of
+from .job import accumulation_dtype
+from .lowering import batches, compile_call
+from .model import plan_seconds
 from .rounding import is_accurate
-from .triton.availability import missing_gpu
-from .triton.model import GPU_RATES, DeviceSpec, plan_seconds, spec_of
 
-#: Unlike Triton's, launches are not shared by all layers.
-RATES = replace(GPU_RATES, name="cuda", launch=4e-6)
-
-#: Further arguments of :func:`run` that the public functions pass on.
-OPTIONS = ("precision",)
+prepare = compile_call
 
 #: Shared memory of a thread block, kSharedBytes in csrc/cuda/kernels.cuh, and what sums of the loss take of it.
 _SHARED_BYTES = 48 << 10
@@ -42,7 +35,7 @@ def unavailable_reason(device: torch.device) -> str | None:
         return _extension.unavailable_reason
     if torch.version.hip is not None:
         return "it is compiled for NVIDIA GPUs, and this torch is built for ROCm"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("ocnn_fused::execute_plan", "CUDA"):
+    if not torch._C._dispatch_has_kernel_for_dispatch_key("ocnn_fused::execute", "CUDA"):
         return (
             "the compiled extension was built without CUDA; with a CUDA build of torch and a CUDA toolkit, "
             "`OCNN_FUSED_CUDA=1 pip install --no-build-isolation .` builds it or says what is missing"
@@ -97,18 +90,27 @@ def launches(plan: Plan) -> int:
     return products + (2 if plan.is_flat else 4)
 
 
-@lru_cache(maxsize=4096)
-def choose_plan(plan: Plan, dtype: torch.dtype, spec: DeviceSpec, precision: str) -> Plan:
-    """Of the candidates that fit and are accurate the fastest by the model; a direct plan always serves."""
-    every = (plan, *plan.alternatives)
-    candidates = [one for one in every if fits(one, dtype) and is_accurate(one, precision, dtype)]
-    return min(candidates, key=lambda one: plan_seconds(one, spec, precision) + spec.launch * launches(one))
+def refusal(plan: Plan, dtype: torch.dtype, device: Device, precision: Precision) -> str | None:
+    """Why a plan is never chosen for weights of ``dtype``, or None; a direct plan always serves."""
+    if not fits(plan, dtype):
+        return "does not fit into shared memory"
+    return None if is_accurate(plan, precision, dtype) else f"not accurate enough in {precision}"
 
 
-def products_precision(precision: str | None = None) -> str:
-    """How cuBLAS computes float32 products, "ieee" or "tf32": as PyTorch is set; ``precision`` can only confirm it."""
+def seconds(plan: Plan, dtype: torch.dtype, device: Device, precision: Precision) -> float:
+    """Modelled time of one layer, loss and gradient, with launches, which layers do not share."""
+    spec = spec_of(device)
+    return plan_seconds(plan, spec, precision) + spec.launch * launches(plan)
+
+
+def resolve_precision(precision: Precision | None, device: Device, linear: bool) -> Precision:
+    """How cuBLAS computes float32 products, those of convolutions too; the one asked for can only confirm it."""
+    return spec_of(device).native_precision(_products_precision(precision))
+
+
+def _products_precision(precision: Precision | None) -> Precision:
     setting = matmul_precision()
-    current = "ieee" if setting == "highest" else "tf32"
+    current: Precision = "ieee" if setting == "highest" else "tf32"
     if precision not in (None, "ieee", "tf32"):
         raise ValueError(f"precision must be None, 'ieee' or 'tf32' for backend 'cuda', got {precision!r}")
     if precision not in (None, current):
@@ -118,12 +120,3 @@ def products_precision(precision: str | None = None) -> str:
             f"{'highest' if precision == 'ieee' else 'high'!r}) changes it"
         )
     return current
-
-
-def run(
-    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool], *, precision: str | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    spec = spec_of(weights[0].device)
-    native = spec.native_precision(products_precision(precision))
-    chosen = [choose_plan(plan, weight.dtype, spec, native) for weight, plan in zip(weights, plans, strict=True)]
-    return run_buckets(weights, chosen, with_grad)

@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
 from fractions import Fraction
-from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _extension
 from ..plan import Block, Matrix, Plan, Run, Scheme
+from ..problem import Options, flatten_problems
+from .device import beside_all_graphs
+from .job import Executable, Job, Operand, accumulation_dtype
 
 
 class Lowered(NamedTuple):
-    """Arguments of the op ``execute_plan`` that depend on the plan alone; see ``read_plan`` in csrc/lowered.h."""
+    """What a compiled ``Plan`` is made of (csrc/plan_object.h); see ``read_plan`` in csrc/lowered.h."""
 
     layout: Tensor  # int64, on the CPU
     tables: Tensor  # the same numbers where the weights are
-    constants: Tensor  # entries of the matrices, in the accumulation dtype, where the weights are
+    constants: Tensor | None  # entries of the matrices, in the accumulation dtype, where the weights are
 
 
 def to_tensor(matrix: Matrix, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Rounded once, from the exact value."""
-    return torch.tensor([[float(value) for value in row] for row in matrix], dtype=torch.float64).to(device, dtype)
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    rows = [[float(value) for value in row] for row in matrix]
+    return torch.tensor(rows, dtype=torch.float64, device="cpu").to(dtype).to(device)
 
 
 class _Constants:
@@ -67,6 +67,12 @@ def _is_identity(matrix: Matrix) -> bool:
     return all(value == (i == j) for i, row in enumerate(matrix) for j, value in enumerate(row))
 
 
+def _bits(value: float) -> int:
+    """A float64 among whole numbers."""
+    (bits,) = struct.unpack("q", struct.pack("d", value))
+    return int(bits)
+
+
 def _factor(matrix: Matrix, constants: _Constants) -> int:
     """Where the halves of a per-axis matrix lie, -1 for the identity."""
     return -1 if _is_identity(matrix) else constants.add(*_halves(matrix))
@@ -81,6 +87,18 @@ def _axis(scheme: Scheme, constants: _Constants) -> list[int]:
         len(scheme.partner),
         _factor(transposed_mix, constants),
     ]
+
+
+class OutputKind(IntEnum):
+    """How a block takes an output; the numbers are those of csrc/lowered.h."""
+
+    STORED = 0
+    TRANSPOSED = 1
+    SYMMETRIC = 2  # it is its own transpose
+
+
+def _kind(transposed: bool, self_paired: bool) -> OutputKind:
+    return OutputKind.SYMMETRIC if self_paired else OutputKind(transposed)
 
 
 def _lag_of(plan: Plan, block: Block) -> list[int]:
@@ -106,7 +124,6 @@ class Batches(NamedTuple):
     output: list[int]  # new number of every output
 
 
-@lru_cache(maxsize=1024)
 def batches(plan: Plan) -> Batches:
     """Planes of all blocks of one width become a pool, ordered self-paired, first of each pair, partners: two runs."""
     products: dict[int, list[tuple[int, int, int, int]]] = {}
@@ -143,37 +160,22 @@ def _mix(plan: Plan, output: Sequence[int], constants: _Constants) -> list[int]:
     return [constants.add(matrix) for matrix in (*forward, *backward)]  # lag 0 has no antisymmetric part
 
 
-#: On GPUs, by device, function that made them and its arguments. Never dropped: captured graphs may still read them.
-_copies: dict[tuple[Any, ...], tuple[Tensor, ...]] = {}
-
-
-def _copied(device: torch.device | str, make: Callable[..., tuple[Tensor, ...]], *key: Any) -> tuple[Tensor, ...]:
-    """The first of the CPU tensors that ``make(*key)`` returns, and all of them on the device."""
-    device = torch.device(device)
-    if device.type == "cpu":
-        made = make(*key)
-        return made[0], *made
-    found = _copies.get((device, make, *key))
-    if found is None:
-        # What this thread allocates may belong to a CUDA graph, which is being warmed up or captured; use another one.
-        with ThreadPoolExecutor(1) as thread:
-            made = make(*key)
-            there = thread.submit(lambda: [tensor.to(device) for tensor in made]).result()
-        found = _copies.setdefault((device, make, *key), (made[0], *there))
-    return found
-
-
 def lower(plan: Plan, dtype: torch.dtype, device: torch.device | str = "cpu") -> Lowered:
     """The plan for weights that are computed in ``dtype`` on ``device``."""
-    return Lowered(*_copied(device, _numbers, plan, dtype))
+    numbers, constants = (_small_numbers(plan), None) if plan.small else _numbers(plan)
+    layout = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    values = None if constants is None else torch.tensor(constants, dtype=torch.float64, device="cpu").to(dtype)
+    return beside_all_graphs(
+        torch.device(device), lambda: Lowered(layout, layout.to(device), None if values is None else values.to(device))
+    )
 
 
-@lru_cache(maxsize=1024)
-def _numbers(plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Layout and constants of :class:`Lowered`, on the CPU."""
+def _numbers(plan: Plan) -> tuple[list[int], list[float]]:
+    """Layout and constants of a plan with matrix products."""
     constants = _Constants()
     pools, runs, output = batches(plan)
     layout = [plan.groups, plan.side == "column", plan.is_flat, plan.outputs, len(plan.lags), plan.offset]
+    layout.append(_bits(plan.target))
     layout += _mix(plan, output, constants)
     layout.append(len(pools))
     for pool in pools:
@@ -187,34 +189,20 @@ def _numbers(plan: Plan, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         for scheme in block.factors:
             layout += _axis(scheme, constants)
         layout += [pools[number].where[index][plane] for plane in block.plane_of]
-        output_of = [
-            3 * output[out] + (2 if plan.self_paired[out] else int(transposed)) for out, transposed in block.output_of
-        ]
-        for numbers in ([], []) if plan.is_diagonal else (output_of, _lag_of(plan, block)):
-            layout += [len(numbers), *numbers]
+        on_grid = () if plan.is_diagonal else block.output_of
+        layout += [len(on_grid), *(output[out] for out, _ in on_grid)]
+        layout += [_kind(transposed, plan.self_paired[out]) for out, transposed in on_grid]
+        lag_of = [] if plan.is_diagonal else _lag_of(plan, block)
+        layout += [len(lag_of), *lag_of]
         layout += [tap for residue in block.sources for tap in residue]
     layout.append(len(runs))
     for run in runs:
         layout += [run.block, run.left, run.right, run.out, run.count, run.summed]
-    values = torch.tensor(constants.values, dtype=torch.float64, device="cpu").to(dtype)
-    return torch.tensor(layout, dtype=torch.int64, device="cpu"), values
+    return layout, constants.values
 
 
-class LoweredSmall(NamedTuple):
-    """Arguments of the op ``execute_small``; see ``read_small_plan`` in csrc/lowered.h."""
-
-    layout: Tensor  # int64, on the CPU
-    tables: Tensor  # the same numbers where the weights are
-
-
-def lower_small(plan: Plan, device: torch.device | str = "cpu") -> LoweredSmall:
-    """The plan for weights on ``device``."""
-    return LoweredSmall(*_copied(device, _small_numbers, plan))
-
-
-@lru_cache(maxsize=1024)
-def _small_numbers(plan: Plan) -> tuple[Tensor]:
-    """The layout of :class:`LoweredSmall`, on the CPU."""
+def _small_numbers(plan: Plan) -> list[int]:
+    """The layout of a plan for small groups, see ``read_small_plan``: pairs of taps by lag, and by tap."""
     by_lag: list[list[tuple[int, int]]] = [[] for _ in range(plan.outputs)]
     for block, left, right, out in plan.products:
         by_lag[out] += [(source[left], source[right]) for source in plan.blocks[block].sources]
@@ -224,38 +212,22 @@ def _small_numbers(plan: Plan) -> tuple[Tensor]:
         for left, right in pairs:
             by_tap[left].append((lag, right, 0))
             by_tap[right].append((lag, left, 1))
-    layout = [plan.groups, taps, len(by_lag), sum(map(len, by_lag))]
+    layout = [plan.groups, taps, len(by_lag), sum(map(len, by_lag)), _bits(plan.target)]
     layout += [left for pairs in by_lag for left, _ in pairs]
     layout += [right for pairs in by_lag for _, right in pairs]
     layout += itertools.accumulate(map(len, by_lag), initial=0)
     layout += [number for terms in by_tap for term in terms for number in term]
     layout += itertools.accumulate(map(len, by_tap), initial=0)
-    return (torch.tensor(layout, dtype=torch.int64, device="cpu"),)
+    return layout
 
 
-#: What plans and compiled code depend on, of one weight: shape, strides, dtype, and whether its gradient is wanted.
-Kind = tuple[tuple[int, ...], tuple[int, ...], torch.dtype, bool]
-
-
-def kinds_of(weights: Sequence[Tensor], with_grad: Sequence[bool]) -> tuple[Kind, ...]:
-    return tuple([(w.shape, w.stride(), w.dtype, wanted) for w, wanted in zip(weights, with_grad, strict=True)])
-
-
-@lru_cache(maxsize=1024)
-def buckets(plans: tuple[Plan, ...], kinds: tuple[Kind, ...], device: torch.device) -> Any:
-    """The calls of the compiled ops, see csrc/buckets.h: one serves all weights of one plan and kind."""
-    members: dict[tuple[Plan, Kind], list[int]] = {}
-    for index, key in enumerate(zip(plans, kinds, strict=True)):
-        members.setdefault(key, []).append(index)
-    fields = []
-    for (plan, (_, _, dtype, with_grad)), some in members.items():
-        lowered = (*lower_small(plan, device), None) if plan.small else lower(plan, accumulation_dtype(dtype), device)
-        fields.append((some, *lowered, with_grad))
-    return _extension.module.Buckets(fields)
-
-
-def run_buckets(
-    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses and gradients by the compiled ops."""
-    return buckets(tuple(plans), kinds_of(weights, with_grad), weights[0].device)(weights)
+def compile_call(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
+    """The call of compiled code, see csrc/call.h: weights of one plan and memory layout are executed together."""
+    members: dict[tuple[Plan, Operand], list[int]] = {}
+    for index, job in enumerate(jobs):
+        members.setdefault((job.plan, job.operand), []).append(index)
+    buckets = [
+        (places, *lower(plan, accumulation_dtype(operand.dtype), device), operand.with_grad)
+        for (plan, operand), places in members.items()
+    ]
+    return _extension.module.Call(buckets, *flatten_problems([job.problem for job in jobs]))

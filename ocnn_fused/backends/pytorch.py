@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..plan import CPU_RATES, Block, Plan
-from .lowering import accumulation_dtype, to_tensor
+from ..plan import Block, Plan
+from ..problem import FREE, OFF_DIAGONAL, Options
+from .cpu import refusal, resolve_precision, seconds
+from .device import beside_all_graphs
+from .job import Executable, Job, accumulation_dtype
+from .lowering import to_tensor
 
-RATES = CPU_RATES
+__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "unavailable_reason"]
 
 #: Terms of a product that a BLAS adds up at once.
 _PIECE = 128
@@ -22,87 +26,134 @@ def unavailable_reason(device: torch.device) -> str | None:
     return None
 
 
+def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
+    keys = {(job.plan, job.operand.dtype) for job in jobs}
+    executors = beside_all_graphs(device, lambda: {key: _Executor(*key, device) for key in keys})
+    return partial(_run, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
+
+
 @torch.no_grad()
-def run(
-    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool]
-) -> tuple[list[Tensor], list[Tensor]]:
-    results = [_run_one(*each) for each in zip(weights, plans, with_grad, strict=True)]
+def _run(calls: Sequence[tuple[_Executor, bool]], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    results = [executor(weight, with_grad) for (executor, with_grad), weight in zip(calls, weights, strict=True)]
     return [loss for loss, _ in results], [grad for _, grad in results]
 
 
-@lru_cache(maxsize=256)
-def _matrices(plan: Plan, dtype: torch.dtype, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    """Evaluation matrices, mix and transposed mix on the device."""
-    evaluation = tuple(to_tensor(block.evaluation, dtype, device) for block in plan.blocks)
-    return evaluation, to_tensor(plan.mix, dtype, device), to_tensor(plan.mix_transposed, dtype, device)
+class _Executor:
+    """A plan with its matrices on a device."""
+
+    def __init__(self, plan: Plan, dtype: torch.dtype, device: torch.device) -> None:
+        self.plan = plan
+        self.dtype = accumulation_dtype(dtype)
+        self.column = plan.side == "column"
+        self.evaluation = [to_tensor(block.evaluation, self.dtype, device) for block in plan.blocks]
+        self.sources = [torch.tensor(block.sources, device=device) for block in plan.blocks]
+        self.mixes = [to_tensor(matrix, self.dtype, device) for matrix in (plan.mix, plan.mix_transposed)]
+        # Places, not masks: how many a mask selects, a GPU would have to be asked.
+        self.self_paired = torch.tensor([o for o, paired in enumerate(plan.self_paired) if paired], device=device)
+        self.present = [_present(block, device) for block in plan.blocks]
+
+    def __call__(self, weight: Tensor, with_grad: bool) -> tuple[Tensor, Tensor]:
+        plan = self.plan
+        kernel = weight.reshape(plan.groups, plan.rows, plan.channels, -1).to(self.dtype)
+        planes = self.evaluate(kernel)
+        targets = self.targets(kernel)
+        residual = self.mix(self.gram(planes), targets.to(self.dtype))
+        squares = residual.double().square().sum((1, 2, 3))
+        offset = plan.offset * targets.square().mean()
+        loss = (squares[0] + 2 * squares[1:].sum() + offset).clamp_min(0).to(self.dtype)
+        if not with_grad:
+            return loss, weight.new_empty(0)
+        grad = self.gather(self.apply(self.mix_adjoint(residual), planes), kernel)
+        # In the weight's own memory format, as autograd expects.
+        return loss, torch.empty_like(weight).copy_(grad.reshape(weight.shape))
+
+    def targets(self, kernel: Tensor) -> Tensor:
+        """One per group."""
+        if self.plan.target == FREE:
+            return kernel.double().square().sum((1, 2, 3)) / self.plan.rows
+        return torch.full((self.plan.groups,), self.plan.target, dtype=torch.float64, device=kernel.device)
+
+    def evaluate(self, kernel: Tensor) -> list[Tensor]:
+        """Planes ``(P, G, gram side, contraction)`` of each block."""
+        return [
+            self.turned(torch.einsum("pm,gicrm->pgirc", matrix, _taps(kernel, sources)).flatten(3))
+            for matrix, sources in zip(self.evaluation, self.sources, strict=True)
+        ]
+
+    def gram(self, planes: Sequence[Tensor]) -> Tensor:
+        """Outputs ``(O, G, side, side)``."""
+        side = self.plan.work_rows
+        outputs = planes[0].new_zeros(self.plan.outputs, self.plan.groups, side, side)
+        for run in self.plan.runs:
+            left, right = (planes[run.block][first : first + run.count] for first in (run.left, run.right))
+            products = _gram(left, right)
+            if run.summed:
+                outputs[run.out] += products.sum(0)
+            else:
+                outputs[run.out : run.out + run.count] += products
+        return outputs
+
+    def mix(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Residual of each lag, ``(T, G, side, side)``."""
+        residual = sum(
+            torch.einsum("to,ogij->tgij", matrix, of)
+            for matrix, of in zip(self.mixes, (outputs, outputs.transpose(-1, -2)), strict=True)
+        )
+        diagonal = residual[0].diagonal(dim1=-2, dim2=-1)  # type: ignore[index]
+        if self.plan.target == OFF_DIAGONAL:
+            diagonal.zero_()
+        else:
+            diagonal.sub_(targets[:, None])
+        return residual  # type: ignore[return-value]
+
+    def mix_adjoint(self, residual: Tensor) -> Tensor:
+        """The gradient with respect to the outputs."""
+        weighted = residual * 4
+        weighted[0] /= 2
+        adjoint: Tensor = sum(
+            torch.einsum("to,tgij->ogij", matrix, of)
+            for matrix, of in zip(self.mixes, (weighted, weighted.transpose(-1, -2)), strict=True)
+        )  # type: ignore[assignment]
+        adjoint[self.self_paired] *= 2
+        return adjoint
+
+    def apply(self, adjoint: Tensor, planes: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients of the planes."""
+        gradients = [torch.zeros_like(plane) for plane in planes]
+        for run in self.plan.runs:
+            y = adjoint[run.out : run.out + (1 if run.summed else run.count)]
+            firsts, seconds = slice(run.left, run.left + run.count), slice(run.right, run.right + run.count)
+            gradients[run.block][firsts] += y @ planes[run.block][seconds]
+            if run.left != run.right:
+                gradients[run.block][seconds] += y.transpose(-1, -2) @ planes[run.block][firsts]
+        return gradients
+
+    def gather(self, gradients: Sequence[Tensor], kernel: Tensor) -> Tensor:
+        """The kernel's gradient: every tap belongs to exactly one residue of one block."""
+        grad = torch.empty_like(kernel)
+        blocks = zip(self.plan.blocks, self.evaluation, self.present, gradients, strict=True)
+        for block, matrix, (residues, places, taps), of in blocks:
+            plane = self.turned(of).unflatten(3, (block.residues, self.plan.channels))
+            grad[..., taps] = torch.einsum("pm,pgirc->gicrm", matrix, plane)[..., residues, places]
+        return grad
+
+    def turned(self, plane: Tensor) -> Tensor:
+        """From rows of filters to rows of the Gram side, and back."""
+        return plane.transpose(2, 3) if self.column else plane
 
 
-def _taps(block: Block, weight: Tensor) -> Tensor:
-    """Taps of a block with those that short phases lack as zeros: ``(G, M, C, k)`` -> ``(G, M, C, residues, taps)``."""
-    index = torch.tensor(block.sources, device=weight.device)
-    taken = weight[..., index.clamp(min=0)]
-    return taken * (index >= 0) if bool((index < 0).any()) else taken
+def _present(block: Block, device: torch.device) -> list[Tensor]:
+    """Residue, place in its class and position in the kernel of every tap that a block has."""
+    found = [(r, m, tap) for r, row in enumerate(block.sources) for m, tap in enumerate(row) if tap >= 0]
+    return [torch.tensor(numbers, device=device) for numbers in zip(*found, strict=True)]
+
+
+def _taps(kernel: Tensor, sources: Tensor) -> Tensor:
+    """``(G, M, C, k)`` -> ``(G, M, C, residues, taps)``; taps that short phases lack are zero."""
+    return torch.where(sources >= 0, kernel[..., sources.clamp(min=0)], 0)
 
 
 def _gram(left: Tensor, right: Tensor) -> Tensor:
     """``left @ right^T``; a long sum in pieces, because some BLASes add it up in one chain, with all its rounding."""
     pieces = zip(left.split(_PIECE, -1), right.split(_PIECE, -1), strict=True)
     return sum(a @ b.transpose(-1, -2) for a, b in pieces)  # type: ignore[return-value]
-
-
-def _run_one(weight: Tensor, plan: Plan, with_grad: bool) -> tuple[Tensor, Tensor]:
-    dtype = accumulation_dtype(weight.dtype)
-    evaluation, mix, mix_transposed = _matrices(plan, dtype, weight.device)
-    kernel = weight.reshape(plan.groups, plan.rows, plan.channels, -1).to(dtype)
-    column = plan.side == "column"
-
-    # evaluate: planes (P, G, gram side, contraction)
-    planes = []
-    for block, matrix in zip(plan.blocks, evaluation, strict=True):
-        plane = torch.einsum("pm,gicrm->pgirc", matrix, _taps(block, kernel)).flatten(3)
-        planes.append(plane.transpose(2, 3) if column else plane)
-
-    # gram
-    side = plan.work_rows
-    outputs = kernel.new_zeros(plan.outputs, plan.groups, side, side)
-    for run in plan.runs:
-        left, right = (planes[run.block][first : first + run.count] for first in (run.left, run.right))
-        products = _gram(left, right)
-        if run.summed:
-            outputs[run.out] += products.sum(0)
-        else:
-            outputs[run.out : run.out + run.count] += products
-
-    # mix: residual, loss, and the gradient with respect to the outputs
-    transposed = outputs.transpose(-1, -2)
-    residual = torch.einsum("to,ogij->tgij", mix, outputs) + torch.einsum("to,ogij->tgij", mix_transposed, transposed)
-    residual[0].diagonal(dim1=-2, dim2=-1).sub_(1)
-    squares = residual.double().square().sum((1, 2, 3))
-    loss = (squares[0] + 2 * squares[1:].sum() + plan.offset).clamp_min(0).to(dtype)
-    if not with_grad:
-        return loss, weight.new_empty(0)
-    weighted = residual * 4
-    weighted[0] /= 2
-    adjoint = torch.einsum("to,tgij->ogij", mix, weighted)
-    adjoint += torch.einsum("to,tgij->ogij", mix_transposed, weighted.transpose(-1, -2))
-    adjoint[torch.tensor(plan.self_paired, device=weight.device)] *= 2
-
-    # apply
-    gradients = [torch.zeros_like(plane) for plane in planes]
-    for run in plan.runs:
-        y = adjoint[run.out : run.out + (1 if run.summed else run.count)]
-        firsts, seconds = slice(run.left, run.left + run.count), slice(run.right, run.right + run.count)
-        gradients[run.block][firsts] += y @ planes[run.block][seconds]
-        if run.left != run.right:
-            gradients[run.block][seconds] += y.transpose(-1, -2) @ planes[run.block][firsts]
-
-    # gather: every tap belongs to exactly one residue of one block
-    grad = torch.empty_like(kernel)
-    for block, matrix, plane in zip(plan.blocks, evaluation, gradients, strict=True):
-        plane = (plane.transpose(2, 3) if column else plane).unflatten(3, (block.residues, plan.channels))
-        taps = torch.einsum("pm,pgirc->gicrm", matrix, plane)
-        index = torch.tensor(block.sources, device=weight.device)
-        present = index >= 0
-        grad[..., index[present]] = taps[..., present]
-    # In the weight's own memory format, as autograd expects.
-    return loss, torch.empty_like(weight).copy_(grad.reshape(weight.shape))

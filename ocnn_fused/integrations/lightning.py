@@ -1,4 +1,4 @@
-"""A Lightning callback: ``Trainer(callbacks=[OrthCallback(weight=0.1)])``, and the module stays as it is."""
+"""A Lightning callback: ``Trainer(callbacks=[OrthCallback(weight=0.01)])``, and the module stays as it is."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ except ImportError as error:
 import torch
 from torch import Tensor
 
-from ..distributed import is_data_parallel
-from ..regularizer import OrthRegularizer, Weight
+from ..regularizer import OrthRegularizer, Weight, is_data_parallel
 from .common import gradient_scale, log_values
 
 __all__ = ["OrthCallback"]
@@ -39,7 +38,7 @@ class OrthCallback(Callback):
     The callback's state in a checkpoint is the regulariser's step count, so schedules go on where they were.
     """
 
-    def __init__(self, weight: Weight = 0.1, *, log: bool = True, log_layers: bool = False, **options: Any) -> None:
+    def __init__(self, weight: Weight = 0.01, *, log: bool = True, log_layers: bool = False, **options: Any) -> None:
         self.log = log or log_layers
         self.log_layers = log_layers
         self._options = {"weight": weight, **options}

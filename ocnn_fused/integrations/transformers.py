@@ -1,4 +1,4 @@
-"""A Hugging Face Trainer with the regulariser: ``OrthTrainer(model, args, ..., orth={"weight": 0.1})``."""
+"""A Hugging Face Trainer with the regulariser: ``OrthTrainer(model, args, ..., orth={"weight": 0.01})``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class OrthTrainerMixin:
     unused ones: ``ddp_find_unused_parameters=False``), unscaled by a GradScaler, seen by gradient clipping.
 
     Args:
-        orth: what :class:`OrthRegularizer` takes besides the model, for instance ``{"weight": 0.1}``.
+        orth: what :class:`OrthRegularizer` takes besides the model, for instance ``{"weight": 0.01}``.
         orth_log_layers: log each layer's loss as ``orth/<layer>``, besides their sum ``orth/loss``.
 
     Schedules and ``every`` go by the Trainer's own step count, which it saves and restores.

@@ -23,7 +23,7 @@ void launch(const Launch& geometry, Kernel kernel, Arguments... arguments) {
     std::fprintf(stderr, "a launch asks for %ld bytes of shared memory\n", static_cast<long>(geometry.shared_bytes));
     std::exit(4);
   }
-  cuda_host::launch(next_seed++, geometry.blocks, geometry.threads, geometry.shared_bytes, kernel, arguments...);
+  cuda_host::launch(next_seed++, geometry.thread_blocks, geometry.threads, geometry.shared_bytes, kernel, arguments...);
 }
 
 class Reader {
@@ -108,13 +108,14 @@ struct Case {
     return result;
   }
 
-  void write(Writer& output, const std::vector<double>& partials, double offset) {
+  // `offset` of all groups of a weight.
+  void write(Writer& output, const std::vector<double>& partials, int64_t offset, const Targets<T>& targets_of) {
     const int64_t count = static_cast<int64_t>(weights.size());
     std::vector<T> losses(count, T(NAN));
     Losses<T> targets{};
     for (int64_t w = 0; w < count; ++w) targets.data[w] = &losses[w];
-    launch(loss_launch(count), loss_kernel<T>, partials.data(), static_cast<int64_t>(partials.size()) / count, offset,
-           targets);
+    launch(loss_launch(count), loss_kernel<T>, partials.data(), static_cast<int64_t>(partials.size()) / count,
+           static_cast<double>(offset) / static_cast<double>(groups), targets_of, groups, targets);
     output.reals(losses);
     for (const auto& grad : grads) output.reals(grad);
   }
@@ -138,7 +139,9 @@ class PlanExecution {
         pools_(plan_.pools.size()),
         side_(plan_.column ? case_.channels * plan_.pools[0].residues : case_.rows),
         groups_(static_cast<int64_t>(case_.weights.size()) * plan_.groups),
-        x_(plan_.outputs * groups_ * side_ * side_, T(0)) {
+        x_(plan_.outputs * groups_ * side_ * side_, T(0)),
+        targets_{plan_.target, nullptr} {
+    if (targets_.are_free()) find_targets();
     for (const PlanRun& run : plan_.runs) {
       for (int64_t j = 0; j < run.count; ++j) {
         products_.push_back({run.pool, run.left + j, run.right + j, run.summed ? run.out : run.out + j});
@@ -160,10 +163,20 @@ class PlanExecution {
       launch(taps_launch<S, T>(window, case_.view.taps), gather_kernel<S, T>, case_.grad_view(),
              views(&Pool::gradients), window);
     }
-    case_.write(output, partials_, static_cast<double>(plan_.offset));
+    case_.write(output, partials_, plan_.offset, targets_);
   }
 
  private:
+  void find_targets() {
+    const int64_t elements = case_.rows * case_.channels * case_.view.taps, each = squares_partials(elements);
+    std::vector<double> partials(groups_ * each, NAN);
+    free_targets_.assign(groups_, T(NAN));
+    launch(squares_launch(groups_, elements), squares_kernel<S, T>, case_.weight_view(), case_.rows, case_.channels,
+           partials.data());
+    launch(targets_launch(groups_), targets_kernel<T>, partials.data(), each, case_.rows, free_targets_.data());
+    targets_.of_groups = free_targets_.data();
+  }
+
   struct Pool {
     std::vector<T> planes, gradients;
     int64_t plane_stride, row_stride;
@@ -254,9 +267,9 @@ class PlanExecution {
   void mix() {
     const int64_t outputs = plan_.outputs, lags = plan_.lags;
     if (plan_.diagonal()) {
-      partials_.assign(groups_ * diagonal_runs(outputs, side_), NAN);
-      launch(mix_diagonal_launch(outputs, groups_, side_), mix_diagonal_kernel<T>, x_.data(), outputs, groups_, side_,
-             case_.with_grad, partials_.data());
+      partials_.assign(groups_ * diagonal_partials(outputs, side_), NAN);
+      launch(mix_diagonal_launch(outputs, groups_, side_), mix_diagonal_kernel<T>, x_.data(), outputs, targets_,
+             groups_, side_, case_.with_grad, partials_.data());
       return;
     }
     const T* values = constants_.data();
@@ -264,8 +277,8 @@ class PlanExecution {
                           values + plan_.antisymmetric_t, static_cast<int>(lags),       static_cast<int>(outputs)};
     const int tile = mix_tile<T>(lags, outputs);
     partials_.assign(groups_ * mix_pairs(side_, tile), NAN);
-    launch(mix_launch<T>(lags, outputs, groups_, side_, tile), mix_kernel_for<T>(tile), x_.data(), view, groups_, side_,
-           case_.with_grad, partials_.data());
+    launch(mix_launch<T>(lags, outputs, groups_, side_, tile), mix_kernel_for<T>(tile), x_.data(), view, targets_,
+           groups_, side_, case_.with_grad, partials_.data());
   }
 
   Case<S, T> case_;
@@ -277,6 +290,8 @@ class PlanExecution {
   std::vector<Pool> pools_;
   const int64_t side_, groups_;
   std::vector<T> x_;
+  Targets<T> targets_;
+  std::vector<T> free_targets_;
   std::vector<Product> products_;
   std::vector<double> partials_;
 };
@@ -290,10 +305,11 @@ void run_small(Reader& input, Writer& output, bool with_grad) {
                        &layout[plan.tap_begin]};
   const int64_t count = static_cast<int64_t>(own.weights.size());
   const SmallShape shape = small_shape<T>(plan.groups, own.rows, own.channels, plan.taps, plan.lags);
-  std::vector<double> partials(count * shape.blocks(), NAN);
-  launch(small_launch<T>(shape, count), small_kernel<S, T>, own.weight_view(), own.grad_view(), pairs, shape,
+  std::vector<double> partials(count * shape.thread_blocks(), NAN);
+  const Targets<T> targets{plan.target, nullptr};
+  launch(small_launch<T>(shape, count), small_kernel<S, T>, own.weight_view(), own.grad_view(), pairs, targets, shape,
          partials.data());
-  own.write(output, partials, 0.0);
+  own.write(output, partials, 0, targets);
 }
 
 template <typename S, typename T>

@@ -6,6 +6,7 @@ In a process of its own, because loading the library makes the package believe t
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import torch
 from conftest import TOLERANCES
@@ -13,6 +14,8 @@ from oracle import Case
 from plans import plan_named
 
 from ocnn_fused.backends import cuda, lowering
+from ocnn_fused.backends.job import accumulation_dtype
+from ocnn_fused.plan import Plan
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,11 +33,23 @@ CASES = [
     ("small/row", Case((33, 1, 3, 3), groups=33), DTYPES, 2),
     ("small/row", Case((8, 2, 3), groups=4), (torch.float64,), 65),
     ("toom/row", Case((4, 500, 3, 3)), (torch.float64,), 1),
+    ("toom/row", Case((12, 5, 3, 3), stride=2, groups=2, target="free"), DTYPES, 3),
+    ("toom/row", Case((12, 5, 3, 3), part="off_diagonal"), (torch.float64,), 2),
+    ("toom/column", Case((40, 3, 7, 7), stride=2, target="free"), (torch.float64, torch.float16), 2),
+    ("gram/column", Case((90, 5, 1, 1), groups=3, target=0.5), (torch.float64,), 2),
+    ("direct/row", Case((9, 8, 7), target="free"), (torch.float64,), 65),
+    ("small/row", Case((8, 2, 3), groups=4, target="free"), DTYPES, 2),
 ]
 
 
-def call(op: torch._ops.OpOverload, *arguments: object) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    return op.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments)
+def execute(
+    weights: Sequence[torch.Tensor], plan: Plan, with_grad: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """As on a GPU, whatever the device of the weights."""
+    lowered = lowering.lower(plan, accumulation_dtype(weights[0].dtype))
+    key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    compiled = torch.classes.ocnn_fused.Plan(*lowered)
+    return torch.ops.ocnn_fused.execute.default.redispatch(key, weights, compiled, with_grad)
 
 
 def layouts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -53,19 +68,13 @@ def check(name: str, case: Case, dtype: torch.dtype, count: int, layout: str) ->
     plan = plan_named(case, name)
     assert cuda.fits(plan, dtype)
     weights = [layouts(case.random(seed, dtype))[layout] for seed in range(count)]
-    ops = torch.ops.ocnn_fused
-    op, lowered = (
-        (ops.execute_small.default, lowering.lower_small(plan))
-        if plan.small
-        else (ops.execute_plan.default, lowering.lower(plan, lowering.accumulation_dtype(dtype)))
-    )
-    losses, grads = call(op, weights, *lowered, True)
-    alone, nothing = call(op, weights, *lowered, False)
+    losses, grads = execute(weights, plan, True)
+    alone, nothing = execute(weights, plan, False)
     assert not nothing
     assert len(losses) == len(grads) == len(alone) == count
     for weight, loss, grad, loss_alone in zip(weights, losses, grads, alone, strict=True):
         assert loss.shape == ()
-        assert loss.dtype == lowering.accumulation_dtype(dtype)
+        assert loss.dtype == accumulation_dtype(dtype)
         assert (grad.dtype, grad.shape) == (dtype, weight.shape)
         assert torch.equal(loss, loss_alone)
         worst = max(errors(loss, grad, weight, case))
@@ -76,9 +85,8 @@ def times(stage: str, shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """How often a stage runs for seven equal weights."""
     case = Case(shape)
     weights = [case.random(seed, dtype) for seed in range(7)]
-    lowered = lowering.lower(plan_named(case, "gram/row"), lowering.accumulation_dtype(dtype))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call(torch.ops.ocnn_fused.execute_plan.default, weights, *lowered, True)
+        execute(weights, plan_named(case, "gram/row"), True)
     return sum(event.name == f"ocnn_fused::{stage}" for event in profile.events())
 
 

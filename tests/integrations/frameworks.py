@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler, TensorDataset
 
-from ocnn_fused import OrthRegularizer, selection
-from ocnn_fused.distributed import balanced_shares
+from ocnn_fused import OrthRegularizer
+from ocnn_fused.regularizer import selection
+from ocnn_fused.regularizer.distributed import balanced_shares
 
 Weights = dict[str, Tensor]
 

@@ -5,34 +5,103 @@ Importable without triton, which is an extra of the package: :func:`unavailable_
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...plan import Plan
+from ...problem import Launch, Options, Precision
 from .. import pytorch
-from .availability import interpreted, unavailable_reason
-from .config import LARGE_TILES, Config, check_launch, choose_config, resolve_precision, single_config
-from .model import GPU_RATES, choose_plan, prefer_single, spec_of
+from ..device import Device, asked_precision, spec_of
+from ..job import Executable, Job, joined
+from ..model import plan_seconds
+from ..rounding import is_accurate
+from .availability import unavailable_reason
+from .config import LARGE_TILES, MIX_SIZES, Config, choose_config, prefer_single, shipped, single_config
+from .tuned import tuned_config
 
 __all__ = [
-    "ONLY_ON_REQUEST",
-    "OPTIONS",
-    "RATES",
-    "Config",
-    "interpreted",
+    "prepare",
+    "refusal",
+    "resolve_precision",
     "run",
+    "seconds",
     "unavailable_reason",
 ]
 
-RATES = GPU_RATES
 
-#: On a CPU only the interpreter runs, which nobody wants by default.
-ONLY_ON_REQUEST = ("cpu",)
+def resolve_precision(precision: Precision | None, device: Device, linear: bool) -> Precision:
+    """What the device makes of the precision asked for, or of torch's setting for such a layer."""
+    return spec_of(device).native_precision(precision or asked_precision(device, linear))
 
-#: Further arguments of :func:`run` that the public functions pass on.
-OPTIONS = ("precision", "launch")
+
+def refusal(plan: Plan, dtype: torch.dtype, device: Device, precision: Precision) -> str | None:
+    """Why a plan is never chosen for weights of ``dtype``, or None; a direct plan always serves."""
+    if dtype == torch.float64:  # PyTorch runs any plan, and rounds nothing
+        return None
+    if not plan.is_diagonal and plan.outputs > MIX_SIZES[-1]:
+        return f"{plan.outputs} outputs, at most {MIX_SIZES[-1]} can be mixed"
+    return None if is_accurate(plan, precision, dtype) else f"not accurate enough in {precision}"
+
+
+def seconds(plan: Plan, dtype: torch.dtype, device: Device, precision: Precision) -> float:
+    """Modelled time of one layer, loss and gradient; launches are shared by all layers of a call, and left out."""
+    return plan_seconds(plan, spec_of(device), precision)
+
+
+def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
+    """One pass for each precision among the jobs, or several where the workspace would grow too large.
+
+    float64 weights go to the plain PyTorch executor of the same plans: their products belong to the vendor's library,
+    not to tensor-core tiles.
+    """
+    places: dict[Precision | None, list[int]] = {}
+    for index, job in enumerate(jobs):
+        places.setdefault(None if job.operand.dtype == torch.float64 else job.precision, []).append(index)
+    parts: list[tuple[list[int], Executable]] = []
+    for precision, indices in places.items():
+        if precision is None:
+            parts.append((indices, pytorch.prepare([jobs[index] for index in indices], device, options)))
+            continue
+        for piece in pieces([jobs[index] for index in indices], precision):
+            of_piece = [indices[place] for place in piece]
+            plans = [jobs[index].plan for index in of_piece]
+            with_grad = [jobs[index].operand.with_grad for index in of_piece]
+            launch = options.launch or "auto"
+            parts.append((of_piece, partial(run, plans=plans, with_grad=with_grad, precision=precision, launch=launch)))
+    return joined(parts)
+
+
+def pieces(jobs: Sequence[Job[Plan]], precision: Precision) -> list[list[int]]:
+    """Places of neighbouring jobs whose workspaces together stay within the limit, or within the largest one's."""
+    from .tables import workspace_of
+
+    sizes = [workspace_of(job.plan, 2 if precision == "bf16" else 4, job.operand.with_grad) for job in jobs]
+    limit = max(workspace_limit(), *sizes)
+    found: list[list[int]] = [[]]
+    used = 0
+    for place, size in enumerate(sizes):
+        if used + size > limit:
+            found.append([])
+            used = 0
+        found[-1].append(place)
+        used += size
+    return found
+
+
+def workspace_limit() -> int:
+    """Bytes of workspace that a pass may take: ``OCNN_FUSED_WORKSPACE_MB``, unless one layer alone needs more."""
+    text = os.environ.get("OCNN_FUSED_WORKSPACE_MB") or "128"
+    try:
+        megabytes = float(text)
+    except ValueError:
+        megabytes = 0.0
+    if not megabytes > 0:
+        raise ValueError(f"OCNN_FUSED_WORKSPACE_MB must be a positive number, got {text!r}")
+    return int(megabytes * 2**20)
 
 
 @torch.no_grad()
@@ -41,65 +110,32 @@ def run(
     plans: Sequence[Plan],
     with_grad: Sequence[bool],
     *,
-    precision: str | None = None,
-    launch: str = "auto",
+    precision: Precision,
+    launch: Launch = "auto",
     config: Config | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False.
-
-    Of each plan and its alternatives the one with the least modelled time on the device is run. ``precision`` is that
-    of the products: None follows ``torch.get_float32_matmul_precision()``. float64 weights are computed by the plain
-    PyTorch executor of the same plan: float64 products belong to the vendor's library, not to tensor-core tiles.
-    """
-    check_launch(launch)
-    asked_precision = resolve_precision(precision)
-    if any(weight.dtype == torch.float64 for weight in weights):
-        return _run_with_float64(weights, plans, with_grad, precision=precision, launch=launch, config=config)
+    """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False; none is float64."""
     from .cooperative import is_possible, resident_programs
     from .launch import Call
 
     spec = spec_of(weights[0].device)
-    precision = spec.native_precision(asked_precision)
-    plans = [choose_plan(plan, spec, precision, weight.dtype) for weight, plan in zip(weights, plans, strict=True)]
+    programs = None
     if launch == "single" or (launch == "auto" and is_possible() and prefer_single(plans, spec, precision)):
-        call = Call(weights, plans, with_grad, precision, config or single_config(spec.shipped[precision]))
+        call = Call(weights, plans, with_grad, precision, config or single_config(shipped(spec)[precision]))
         programs = resident_programs(call)
         if programs is None and launch == "single":
             raise RuntimeError(
                 "launch='single' needs cooperative launches with a provable grid, which this device lacks"
             )
-    else:
-        programs = None
     if programs is None:
         call = Call(weights, plans, with_grad, precision, config or config_for(plans, precision, weights[0].device))
     call.run(programs)
     return call.loss_of_each(), call.grads()
 
 
-def config_for(plans: Sequence[Plan], precision: str, device: torch.device) -> Config:
+def config_for(plans: Sequence[Plan], precision: Precision, device: torch.device) -> Config:
     """What :func:`ocnn_fused.tune` found for this device and these layers, else by :func:`.config.choose_config`."""
-    from ...tune import tuned_config
-
     spec = spec_of(device)
-    tiles = sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.block)) ** 2 for plan in plans)
-    return tuned_config(device, precision, plans) or choose_config(spec.shipped[precision], tiles, spec.multiprocessors)
-
-
-def _run_with_float64(
-    weights: Sequence[Tensor], plans: Sequence[Plan], with_grad: Sequence[bool], **options: object
-) -> tuple[list[Tensor], list[Tensor]]:
-    """float64 weights by PyTorch, the others here; results in the order of the weights."""
-    losses, grads = list(weights), list(weights)
-    for double in (True, False):
-        chosen = [index for index, weight in enumerate(weights) if (weight.dtype == torch.float64) == double]
-        if not chosen:
-            continue
-        some = [weights[index] for index in chosen], [plans[index] for index in chosen]
-        of_some = [with_grad[index] for index in chosen]
-        if double:
-            some_losses, some_grads = pytorch.run(*some, of_some)
-        else:
-            some_losses, some_grads = run(*some, of_some, **options)  # type: ignore[arg-type]
-        for position, index in enumerate(chosen):
-            losses[index], grads[index] = some_losses[position], some_grads[position]
-    return losses, grads
+    tiles = sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.tile)) ** 2 for plan in plans)
+    configs = shipped(spec)[precision]
+    return tuned_config(device, precision, plans) or choose_config(configs, tiles, spec.multiprocessors)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from functools import lru_cache
 
 import torch
+
+from ..device import missing_gpu
 
 #: The oldest triton whose interpreter, cooperative launch and `tl.dot` arguments the kernels rely on.
 MINIMUM_TRITON = (3, 3)
@@ -17,7 +20,7 @@ AMD_ARCHITECTURES = ("gfx90a", "gfx942")
 
 def unavailable_reason(device: torch.device) -> str | None:
     """What is missing to serve ``device``, in one sentence, or None."""
-    return triton_reason() or device_reason(device)
+    return triton_reason() or device_reason(device) or (driver_reason() if device.type == "cuda" else None)
 
 
 def triton_reason() -> str | None:
@@ -36,17 +39,25 @@ def triton_reason() -> str | None:
     return None
 
 
+@lru_cache(maxsize=1)
+def driver_reason() -> str | None:
+    """What keeps Triton from talking to the driver: at first use it compiles a module for that. Tried once."""
+    from triton.runtime import driver
+
+    try:
+        driver.active.get_current_target()
+    except Exception as error:  # whatever a compiler, a linker or a file system may raise
+        first_line = (str(error).splitlines() or [""])[0]
+        return (
+            f"Triton cannot build its driver module, for which it needs a C compiler and libcuda "
+            f"({type(error).__name__}: {first_line[:160]})"
+        )
+    return None
+
+
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on CPU tensors; Triton decides when it decorates them."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-
-
-def missing_gpu() -> str | None:
-    """Why torch cannot use a GPU here."""
-    if torch.cuda.is_available():
-        return None
-    built = "a CPU build" if torch.version.cuda is None and torch.version.hip is None else "no usable driver or GPU"
-    return f"torch sees no GPU ({built}, torch {torch.__version__})"
 
 
 def device_reason(device: torch.device) -> str | None:

@@ -1,47 +1,43 @@
-"""How the kernels are configured: precision of the products, tile sizes, and when one launch is better than five."""
+"""How the kernels are configured: tile sizes, registers, and when one launch is better than five."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
 
-from ..precision import matmul_precision
-
-Precision = Literal["ieee", "tf32x3", "tf32", "bf16"]
-Launch = Literal["auto", "single", "staged"]
-
-PRECISIONS: tuple[str, ...] = get_args(Precision)
-LAUNCHES: tuple[str, ...] = get_args(Launch)
-
-#: What ``torch.set_float32_matmul_precision`` asks for.
-_BY_TORCH_SETTING: dict[str, Precision] = {"highest": "ieee", "high": "tf32", "medium": "bf16"}
+from ...plan import Plan
+from ...problem import Precision
+from ..device import DeviceSpec
+from ..model import plan_seconds
 
 
 @dataclass(frozen=True)
 class Config:
     """Tile sizes of one launch; all are compile-time constants of the kernels.
 
-    ``block`` x ``block`` entries of a product are one work item, over ``depth`` of the contraction at a time. evaluate
-    and gather take ``rows`` x ``columns`` elements with all their taps; tiny groups and the loss ``lanes`` entries.
+    ``tile`` x ``tile`` entries of a product are one work item, over ``depth`` of the contraction at a time. evaluate
+    takes ``rows`` x ``columns`` elements with all their taps, gather ``rows`` x ``gathered_columns``: with more of them
+    a thread has more sums to a coefficient, and fewer registers left. Tiny groups and the loss take ``lanes`` entries.
     """
 
-    block: int = 64
+    tile: int = 64
     depth: int = 32
     warps: int = 4
     stages: int = 3
     rows: int = 4
-    columns: int = 32
+    columns: int = 128
+    gathered_columns: int = 64
     lanes: int = 128
 
 
 SMALL_TILES = Config()
-LARGE_TILES = Config(block=128, warps=8, stages=2)
+LARGE_TILES = Config(tile=128, warps=8, stages=2)
 
 #: Every configuration that is ever chosen without being asked for, per precision, as `make gpu-check` found them to be
 #: free of spills on every architecture. Products in (nearly) full float32 hold more operands in registers, so their
 #: tiles are shallower, and in `ieee` spread over more warps; in `tf32x3` 8 warps would compute a 64 x 64 tile twice.
 #: Large tiles are buffered twice, since three times exceeds the shared memory of sm_86, sm_89 and sm_120.
-SHIPPED: dict[str, tuple[Config, ...]] = {
+SHIPPED: dict[Precision, tuple[Config, ...]] = {
     "ieee": (Config(depth=16, warps=8),),
     "tf32x3": (Config(depth=16, stages=2),),
     "tf32": (SMALL_TILES, LARGE_TILES),
@@ -49,43 +45,55 @@ SHIPPED: dict[str, tuple[Config, ...]] = {
 }
 
 #: The same for AMD, where `ieee` is done by matrix instructions.
-SHIPPED_AMD: dict[str, tuple[Config, ...]] = {
+SHIPPED_AMD: dict[Precision, tuple[Config, ...]] = {
     "ieee": (Config(depth=16),),
     "bf16": (SMALL_TILES, LARGE_TILES),
 }
 
-#: Registers per thread that the product kernels may have on NVIDIA: all. Left to itself the assembler may aim for more
-#: programs per multiprocessor and spill for it.
-MOST_REGISTERS = 255
 
-
-def mix_registers(capability: tuple[int, int]) -> int:
-    """Registers per thread of the mix kernel on NVIDIA: as few as let three programs share a multiprocessor.
-
-    The stage is bound by memory, so programs in flight are what it needs. On sm_80 so few would spill.
-    """
-    return 176 if capability == (8, 0) else 168
+def shipped(spec: DeviceSpec) -> dict[Precision, tuple[Config, ...]]:
+    """The device's configurations, by precision."""
+    return SHIPPED_AMD if spec.is_amd else SHIPPED
 
 
 #: Numbers of outputs that the mix stage holds at once; it is compiled for each of them.
 MIX_SIZES = (16, 32, 64)
 
-#: Of the stages that are no products, whatever the tiles of the products; their own tiles hold 4096 values.
-ELEMENTWISE_WARPS, ELEMENTWISE_STAGES = 4, 3
+
+def compile_options(kernel: str, config: Config, capability: tuple[int, int] | None) -> dict[str, int]:
+    """How Triton compiles a kernel, named by its stage or "single"; ``capability`` is NVIDIA's, None elsewhere."""
+    # A product and its sum are rounded once; unless said here, that would depend on the version of Triton.
+    is_product = kernel in ("gram", "apply", "single")
+    options: dict[str, int] = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
+    if not is_product:  # whatever the tiles of the products; their own tiles hold 4096 values
+        options |= {"num_warps": 4, "num_stages": 3}
+    if capability is not None and is_product:
+        options["maxnreg"] = _registers(kernel, config)
+        if kernel == "apply" and capability in _LITTLE_SHARED:
+            options["num_stages"] = min(2, config.stages)  # else one program would take the shared memory of two
+    elif capability is not None and kernel == "mix":
+        # Bound by memory, the stage needs programs in flight: with so few registers three share a multiprocessor. On
+        # sm_80 and sm_120 it would spill, and two share one.
+        options["maxnreg"] = 208 if capability in ((8, 0), (12, 0)) else 168
+    if kernel == "single":
+        options["launch_cooperative_grid"] = True
+    return options
 
 
-def resolve_precision(precision: str | None) -> Precision:
-    """The precision asked for, or what torch's own setting means."""
-    if precision is None:
-        return _BY_TORCH_SETTING[matmul_precision()]
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be None or one of {', '.join(map(repr, PRECISIONS))}, got {precision!r}")
-    return precision  # type: ignore[return-value]
+#: Architectures with 100 KB of shared memory on a multiprocessor.
+_LITTLE_SHARED = ((8, 6), (8, 9), (12, 0))
 
 
-def check_launch(launch: str) -> None:
-    if launch not in LAUNCHES:
-        raise ValueError(f"launch must be one of {', '.join(map(repr, LAUNCHES))}, got {launch!r}")
+def _registers(kernel: str, config: Config) -> int:
+    """Most registers of a thread of a product kernel: as few as `make gpu-check` finds to need no spill.
+
+    Fewer of them let more programs share a multiprocessor; left to itself the assembler may aim for more, and spill.
+    """
+    if config.tile > 64 or kernel == "single":
+        return 255  # all there are
+    if config.warps > 4:
+        return 128  # two programs
+    return 168  # three programs
 
 
 def single_config(configs: tuple[Config, ...]) -> Config:
@@ -99,3 +107,17 @@ def choose_config(configs: tuple[Config, ...], large_tiles: int, multiprocessors
     ``large_tiles`` counts the work items that the gram stage would have with the largest configuration.
     """
     return configs[-1] if large_tiles >= 2 * multiprocessors else configs[0]
+
+
+#: Launches that the single kernel saves: four of at most five.
+SAVED_LAUNCHES = 4
+#: Barriers that it adds.
+ADDED_BARRIERS = 4
+#: What it loses otherwise, as a share of the work: all stages run with the resources of the greediest.
+SINGLE_LOSS = 0.25
+
+
+def prefer_single(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> bool:
+    """One launch pays while the launches it saves cost more than its barriers and its lower occupancy."""
+    work = sum(plan_seconds(plan, spec, precision) for plan in plans)
+    return SAVED_LAUNCHES * spec.launch > ADDED_BARRIERS * spec.barrier + SINGLE_LOSS * work

@@ -18,13 +18,11 @@ RESERVED_SHARED = 1024  # bytes that the driver keeps of each program, from sm_8
 _REGISTERS = 65536  # per multiprocessor
 _REGISTER_UNIT = 256  # registers are allocated per warp in such units
 _TENSOR_COLUMNS = 512  # of tensor memory per multiprocessor, where there is one (sm_100)
-_MOST_WARPS = {(8, 6): 48, (8, 9): 48, (12, 0): 48}
-_MOST_WARPS_ELSEWHERE = 64
 
 
 def most_warps(capability: tuple[int, int]) -> int:
     """Warps that a multiprocessor holds."""
-    return _MOST_WARPS.get(capability, _MOST_WARPS_ELSEWHERE)
+    return 48 if capability in ((8, 6), (8, 9), (12, 0)) else 64
 
 
 #: Programs that fit on a device, by its index, precision and configuration, on which the compiled kernel depends.

@@ -1,4 +1,4 @@
-"""Rows of the device-side tables: how the host writes them and at which index a kernel reads each entry.
+"""Rows of the device-side tables: how the host writes them, and at which index a kernel reads each column.
 
 All rows live in one int64 tensor; a row is named by the index of its first entry. Strides and offsets are in elements,
 unless they end in ``_bytes``. An *owner* says what an offset is relative to: a weight's index, or -1 for the workspace.
@@ -22,6 +22,9 @@ PLAIN, TRANSPOSED, SWAPPED = map(tl.constexpr, range(3))
 #: Entries of the identity-padded matrices that evaluate, gather and mix multiply by, per axis.
 CHUNK = tl.constexpr(16)
 
+#: Elements of a weight that a lane squares in one work item.
+SQUARES = tl.constexpr(16)
+
 #: Columns of planes and outputs are padded with zeros to a multiple of this, so that 16-byte accesses need no mask.
 ALIGN = tl.constexpr(8)
 
@@ -32,9 +35,7 @@ class BlockRow(NamedTuple):
     weight: int
     row_stride: int
     channel_stride: int
-    tap_offsets: (
-        int  # index in the table of (residues, padded taps) offsets; far below zero for a tap that is not there
-    )
+    tap_offsets: int  # index in the table of (residues, padded taps) offsets; far below zero where there is no tap
     grad_bytes: int
     grad_row_stride: int
     grad_channel_stride: int
@@ -47,6 +48,7 @@ class BlockRow(NamedTuple):
     taps: int
     padded_taps: int  # also the row length of `matrix`
     matrix: int  # index in the constants of the evaluation matrix, zero-padded to multiples of CHUNK
+    transposed_matrix: int  # of the same matrix tap by tap
     identity: int
     planes_bytes: int
     gradients_bytes: int
@@ -56,15 +58,7 @@ class BlockRow(NamedTuple):
     plane_column_stride: int
     row_limit: int  # rows written, padding included
     column_limit: int  # columns of the last residue written, padding included
-    column_blocks: int
-
-
-(
-    B_WEIGHT, B_ROW_STRIDE, B_CHANNEL_STRIDE, B_TAP_OFFSETS, B_GRAD_BYTES, B_GRAD_ROW_STRIDE, B_GRAD_CHANNEL_STRIDE,
-    B_GRAD_TAP_OFFSETS, B_DTYPE, B_ROWS, B_CHANNELS, B_RESIDUES, B_PLANES, B_TAPS, B_PADDED_TAPS, B_MATRIX, B_IDENTITY,
-    B_PLANES_BYTES, B_GRADIENTS_BYTES, B_PLANE_STRIDE, B_GROUP_STRIDE, B_PLANE_ROW_STRIDE, B_PLANE_COLUMN_STRIDE,
-    B_ROW_LIMIT, B_COLUMN_LIMIT, B_COLUMN_BLOCKS,
-) = map(tl.constexpr, range(len(BlockRow._fields)))  # fmt: skip
+    width_written: int  # columns of any residue written, padding included
 
 
 class OutputRow(NamedTuple):
@@ -79,11 +73,7 @@ class OutputRow(NamedTuple):
     last: int
     transposed: int  # planes are stored (contraction, side)
     symmetric: int  # only tiles on and above the diagonal are computed
-
-
-(
-    O_KIND, O_WEIGHT, O_OUTPUT_BYTES, O_ROW_STRIDE, O_SIDE, O_FIRST, O_LAST, O_TRANSPOSED, O_SYMMETRIC,
-) = map(tl.constexpr, range(len(OutputRow._fields)))  # fmt: skip
+    target: int  # the group's TargetRow
 
 
 class ProductRow(NamedTuple):
@@ -94,11 +84,6 @@ class ProductRow(NamedTuple):
     right_bytes: int
     row_stride: int
     length: int
-
-
-(P_OWNER, P_LEFT_BYTES, P_RIGHT_BYTES, P_ROW_STRIDE, P_LENGTH, PRODUCT_SIZE) = map(
-    tl.constexpr, range(len(ProductRow._fields) + 1)
-)
 
 
 class MixRow(NamedTuple):
@@ -113,11 +98,7 @@ class MixRow(NamedTuple):
     lags: int
     size: int  # rows and columns of each of the four matrices: 16, 32 or 64
     matrices: int  # index in the constants: symmetric, antisymmetric and half their adjoints, each column by column
-
-
-(
-    M_WEIGHT, M_OUTPUTS_BYTES, M_OUTPUT_STRIDE, M_ROW_STRIDE, M_SIDE, M_OUTPUTS, M_LAGS, M_SIZE, M_MATRICES,
-) = map(tl.constexpr, range(len(MixRow._fields)))  # fmt: skip
+    target: int  # the group's TargetRow
 
 
 class GradientRow(NamedTuple):
@@ -134,11 +115,6 @@ class GradientRow(NamedTuple):
     last: int
 
 
-(
-    G_SMALL, G_IN_GRADS, G_TARGET_BYTES, G_ROW_STRIDE, G_DTYPE, G_ROWS, G_COLUMNS, G_FIRST, G_LAST,
-) = map(tl.constexpr, range(len(GradientRow._fields)))  # fmt: skip
-
-
 class TermRow(NamedTuple):
     """One product of the apply stage."""
 
@@ -150,12 +126,6 @@ class TermRow(NamedTuple):
     right_bytes: int
     right_stride: int
     length: int
-
-
-(
-    T_MODE, T_LEFT_OWNER, T_LEFT_BYTES, T_LEFT_STRIDE, T_RIGHT_OWNER, T_RIGHT_BYTES, T_RIGHT_STRIDE, T_LENGTH,
-    TERM_SIZE,
-) = map(tl.constexpr, range(len(TermRow._fields) + 1))  # fmt: skip
 
 
 class SmallRow(NamedTuple):
@@ -179,23 +149,47 @@ class SmallRow(NamedTuple):
     grad_bytes: int
     grad_row_stride: int
     grad_channel_stride: int
+    target: int  # the TargetRow of all groups; free targets are found by the lanes themselves
 
 
-(
-    S_KIND, S_WEIGHT, S_ROW_STRIDE, S_CHANNEL_STRIDE, S_DTYPE, S_ROWS, S_CHANNELS, S_GROUPS, S_OUTPUTS_BYTES, S_PAIRS,
-    S_TERMS, S_GRAD_BYTES, S_GRAD_ROW_STRIDE, S_GRAD_CHANNEL_STRIDE,
-) = map(tl.constexpr, range(len(SmallRow._fields)))  # fmt: skip
+class TargetRow(NamedTuple):
+    """What the diagonal of lag 0 is compared with in one group of a weight.
+
+    A free target is the sum of squares in slots ``[first, last)`` of the partial sums over the number of filters.
+    """
+
+    value: int  # bits of a float32: the target, or by what to multiply the sum
+    ignored: int  # the diagonal does not count
+    free: int
+    first: int
+    last: int
+
+
+class SquaresRow(NamedTuple):
+    """One group of a weight with a free target, for the sums of squares: elements of all filters, in pieces."""
+
+    weight: int
+    dtype: int
+    first_row: int
+    row_stride: int
+    channel_stride: int
+    channels: int
+    taps: int
+    tap_offsets: int  # index in the table of one offset per tap
+    elements: int
 
 
 class LossRow(NamedTuple):
-    """One weight's loss: slots ``[first, last)`` of its partial sums, one per tile, and the constant of its side."""
+    """One weight's loss: slots ``[first, last)`` of its partial sums, one per tile, and what its side adds.
+
+    That is ``offset`` times the square of the target, for each of the groups.
+    """
 
     first: int
     last: int
     offset: int
-
-
-(L_FIRST, L_LAST, L_OFFSET, LOSS_SIZE) = map(tl.constexpr, range(len(LossRow._fields) + 1))
+    groups: int
+    target: int  # the first group's TargetRow; the others follow
 
 
 class Tile(NamedTuple):
@@ -207,4 +201,13 @@ class Tile(NamedTuple):
     slot: int
 
 
-(I_ROW, I_FIRST, I_SECOND, I_SLOT, TILE_SIZE) = map(tl.constexpr, range(len(Tile._fields) + 1))
+# Kernels read the index of a column, and a row's number of columns, as constants of this module: BlockRow.rows is at
+# B_ROWS, and the next LossRow begins L_WIDTH later.
+_COLUMNS = {
+    "B": BlockRow._fields, "O": OutputRow._fields, "P": ProductRow._fields, "M": MixRow._fields, "L": LossRow._fields,
+    "G": GradientRow._fields, "T": TermRow._fields, "S": SmallRow._fields, "I": Tile._fields, "A": TargetRow._fields,
+    "Q": SquaresRow._fields,
+}  # fmt: skip
+for _prefix, _names in _COLUMNS.items():
+    for _index, _name in enumerate((*_names, "width")):
+        globals()[f"{_prefix}_{_name.upper()}"] = tl.constexpr(_index)

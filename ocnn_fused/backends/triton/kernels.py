@@ -6,6 +6,8 @@ A work item (*tile*) is a row ``(row, first, second, slot)`` of ``tiles``: the i
 kernels (one item per program) and the single kernel (a persistent grid) share them.
 
 Sums run in a fixed order and no float is ever added atomically: the same input gives the same bits.
+
+Where a tile begins is 64 bits wide; offsets within it are 32 bits (the host has checked that they fit).
 """
 
 import triton
@@ -46,26 +48,46 @@ def padded(length):
 
 
 @triton.jit
-def load_float(address, offsets, mask, dtype):
-    """Elements of a weight of any supported dtype as float32, zero where masked."""
+def load_float(address, first, offsets, mask, dtype):
+    """Elements at ``first + offsets`` of a weight of any supported dtype as float32, zero where masked."""
     if dtype == fields.FLOAT32:
-        values = tl.load(address.to(tl.pointer_type(tl.float32)) + offsets, mask=mask, other=0.0)
+        values = tl.load(address.to(tl.pointer_type(tl.float32)) + first + offsets, mask=mask, other=0.0)
     elif dtype == fields.FLOAT16:
-        values = tl.load(address.to(tl.pointer_type(tl.float16)) + offsets, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(address.to(tl.pointer_type(tl.float16)) + first + offsets, mask=mask, other=0.0).to(tl.float32)
     else:
-        values = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + offsets, mask=mask, other=0.0).to(tl.float32)
+        start = address.to(tl.pointer_type(tl.bfloat16)) + first
+        values = tl.load(start + offsets, mask=mask, other=0.0).to(tl.float32)
     return values
 
 
 @triton.jit
-def store_float(address, offsets, values, mask, dtype):
-    """Float32 values into a gradient of any supported dtype."""
+def store_float(address, first, offsets, values, mask, dtype):
+    """Float32 values to ``first + offsets`` of a gradient of any supported dtype."""
     if dtype == fields.FLOAT32:
-        tl.store(aligned(address, tl.float32) + offsets, values, mask=mask)
+        tl.store(aligned(address, tl.float32) + first + offsets, values, mask=mask)
     elif dtype == fields.FLOAT16:
-        tl.store(aligned(address, tl.float16) + offsets, values.to(tl.float16), mask=mask)
+        tl.store(aligned(address, tl.float16) + first + offsets, values.to(tl.float16), mask=mask)
     else:
-        tl.store(aligned(address, tl.bfloat16) + offsets, values.to(tl.bfloat16), mask=mask)
+        tl.store(aligned(address, tl.bfloat16) + first + offsets, values.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def rounded_to_tf32(values):
+    """To the nearest number that a TF32 product takes, away from zero between two; NaN stays NaN.
+
+    Matrix instructions drop the low 13 bits of their operands, an error twice as large and always towards zero. So
+    whatever they multiply is rounded where it is stored. NaN would become zero: its bits are all ones on a GPU.
+    """
+    nearest = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
+    return tl.where(values == values, nearest.to(tl.float32, bitcast=True), values)
+
+
+@triton.jit
+def as_operand(values, PLANE: tl.constexpr, TF32: tl.constexpr):
+    """Float32 values as products of planes take them."""
+    if TF32:
+        values = rounded_to_tf32(values)
+    return values.to(PLANE)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -75,14 +97,26 @@ def store_float(address, offsets, values, mask, dtype):
 
 @triton.jit
 def block_position(block, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Group, residue, rows and channels of a tile of evaluate or gather."""
+    """Group, residue, first row and first channel of a tile of evaluate or gather."""
     part = tl.load(tile + fields.I_FIRST).to(tl.int64)
     place = tl.load(tile + fields.I_SECOND).to(tl.int64)
     residues = tl.load(block + fields.B_RESIDUES)
-    column_blocks = tl.load(block + fields.B_COLUMN_BLOCKS)
-    row = place // column_blocks * ROWS + tl.arange(0, ROWS)
-    channel = place % column_blocks * COLUMNS + tl.arange(0, COLUMNS)
-    return part // residues, part % residues, row, channel
+    across = (tl.load(block + fields.B_WIDTH_WRITTEN) + (COLUMNS - 1)) // COLUMNS
+    return part // residues, part % residues, place // across * ROWS, place % across * COLUMNS
+
+
+@triton.jit
+def offsets_within(row_stride, column_stride, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of a tile's elements, from its first one; shape (ROWS, COLUMNS), 32 bits."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    return row[:, None] * row_stride.to(tl.int32) + column[None, :] * column_stride.to(tl.int32)
+
+
+@triton.jit
+def inside_tile(first_row, rows, first_column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Which of a tile's elements lie in a matrix of ``rows`` x ``columns``."""
+    row, column = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    return (row < (rows - first_row).to(tl.int32))[:, None] & (column < (columns - first_column).to(tl.int32))[None, :]
 
 
 @triton.jit
@@ -101,20 +135,20 @@ def block_sizes(block):
 
 
 @triton.jit
-def plane_offsets(block, group, residue, row, channel):
-    """Where ``(row, channel)`` of a residue lies within a plane; shape (ROWS, COLUMNS)."""
+def in_plane(block, group, residue, row, channel):
+    """Where the tile that begins at ``(row, channel)`` of a residue begins in a plane, and the strides within."""
+    row_stride = tl.load(block + fields.B_PLANE_ROW_STRIDE)
+    column_stride = tl.load(block + fields.B_PLANE_COLUMN_STRIDE)
     column = residue * tl.load(block + fields.B_CHANNELS) + channel
-    return (
-        group * tl.load(block + fields.B_GROUP_STRIDE)
-        + row[:, None] * tl.load(block + fields.B_PLANE_ROW_STRIDE)
-        + column[None, :] * tl.load(block + fields.B_PLANE_COLUMN_STRIDE)
-    )
+    first = group * tl.load(block + fields.B_GROUP_STRIDE) + row * row_stride + column * column_stride
+    return first, row_stride, column_stride
 
 
 @triton.jit
 def evaluate_tile(
-    table, constants, tile, weights, workspace, PLANE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    table, constants, tile, weights, workspace,
+    PLANE: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """``V_p[i, (r, c)] = sum_m E[p, m] K[i, c, source[r, m]]`` for all planes of a tile of one residue.
 
     Sums of outer products: a tap's values stay with their threads, and no operand goes through shared memory.
@@ -122,25 +156,29 @@ def evaluate_tile(
     block = table + tl.load(tile + fields.I_ROW)
     group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
     rows, channels, planes, taps, padded_taps, identity, dtype, plane_stride = block_sizes(block)
-    matrix = constants + tl.load(block + fields.B_MATRIX)
+    matrix = constants + aligned_stride(tl.load(block + fields.B_TRANSPOSED_MATRIX))
+    padded_planes = (planes + (fields.CHUNK - 1)) // fields.CHUNK * fields.CHUNK
     tap_offsets = table + tl.load(block + fields.B_TAP_OFFSETS) + residue * padded_taps
     weight = resolve(tl.load(block + fields.B_WEIGHT), 0, weights, workspace)
     target = (workspace.to(tl.int64) + tl.load(block + fields.B_PLANES_BYTES)).to(tl.pointer_type(PLANE))
 
-    inside = (row < rows)[:, None] & (channel < channels)[None, :]
-    elements = (group * rows + row)[:, None] * tl.load(block + fields.B_ROW_STRIDE)
-    elements += channel[None, :] * tl.load(block + fields.B_CHANNEL_STRIDE)
+    row_stride, channel_stride = tl.load(block + fields.B_ROW_STRIDE), tl.load(block + fields.B_CHANNEL_STRIDE)
+    inside = inside_tile(row, rows, channel, channels, ROWS, COLUMNS)
+    first_element = (group * rows + row) * row_stride + channel * channel_stride
+    elements = offsets_within(row_stride, channel_stride, ROWS, COLUMNS)
     # Padding belongs to the last residue and is written as zero.
     is_last = residue == tl.load(block + fields.B_RESIDUES) - 1
     column_limit = tl.where(is_last, tl.load(block + fields.B_COLUMN_LIMIT), channels)
-    written = (row < tl.load(block + fields.B_ROW_LIMIT))[:, None] & (channel < column_limit)[None, :]
-    offsets = plane_offsets(block, group, residue, row, channel)
+    written = inside_tile(row, tl.load(block + fields.B_ROW_LIMIT), channel, column_limit, ROWS, COLUMNS)
+    first_of_plane, plane_row_stride, plane_column_stride = in_plane(block, group, residue, row, channel)
+    target += first_of_plane
+    offsets = offsets_within(plane_row_stride, plane_column_stride, ROWS, COLUMNS)
 
     if identity != 0:
         for plane in range(planes):
             tap = tl.load(tap_offsets + plane)
-            values = load_float(weight, elements + tap, inside & (elements + tap >= 0), dtype)
-            tl.store(target + plane * plane_stride + offsets, values.to(PLANE), mask=written)
+            values = load_float(weight, first_element + tap, elements, inside & (tap >= 0), dtype)
+            tl.store(target + plane * plane_stride + offsets, as_operand(values, PLANE, TF32), mask=written)
     else:
         lane = tl.arange(0, fields.CHUNK)
         for first in range(0, planes, fields.CHUNK):
@@ -148,13 +186,12 @@ def evaluate_tile(
             values = tl.zeros((fields.CHUNK, ROWS, COLUMNS), tl.float32)
             for index in range(taps):
                 tap = tl.load(tap_offsets + index)
-                factors = tl.load(matrix + plane * padded_taps + index)
-                values += (
-                    factors[:, None, None]
-                    * load_float(weight, elements + tap, inside & (elements + tap >= 0), dtype)[None, :, :]
-                )
+                factors = tl.load(matrix + index * padded_planes + first + lane)
+                taken = load_float(weight, first_element + tap, elements, inside & (tap >= 0), dtype)
+                values += factors[:, None, None] * taken[None, :, :]
             mask = (plane < planes)[:, None, None] & written[None, :, :]
-            tl.store(target + plane[:, None, None] * plane_stride + offsets[None, :, :], values.to(PLANE), mask=mask)
+            values = as_operand(values, PLANE, TF32)
+            tl.store((target + plane * plane_stride)[:, None, None] + offsets[None, :, :], values, mask=mask)
 
 
 @triton.jit
@@ -163,15 +200,20 @@ def gather_tile(table, constants, tile, workspace, grads, ROWS: tl.constexpr, CO
     block = table + tl.load(tile + fields.I_ROW)
     group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
     rows, channels, planes, taps, padded_taps, identity, dtype, plane_stride = block_sizes(block)
-    matrix = constants + tl.load(block + fields.B_MATRIX)
+    matrix = constants + aligned_stride(tl.load(block + fields.B_MATRIX))
     tap_offsets = table + tl.load(block + fields.B_GRAD_TAP_OFFSETS) + residue * padded_taps
+    padded_taps = aligned_stride(padded_taps)
     source = (workspace.to(tl.int64) + tl.load(block + fields.B_GRADIENTS_BYTES)).to(tl.pointer_type(tl.float32))
     grad = grads.to(tl.int64) + tl.load(block + fields.B_GRAD_BYTES)
 
-    inside = (row < rows)[:, None] & (channel < channels)[None, :]
-    elements = (group * rows + row)[:, None] * tl.load(block + fields.B_GRAD_ROW_STRIDE)
-    elements += channel[None, :] * tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
-    offsets = plane_offsets(block, group, residue, row, channel)
+    row_stride = tl.load(block + fields.B_GRAD_ROW_STRIDE)
+    channel_stride = tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
+    inside = inside_tile(row, rows, channel, channels, ROWS, COLUMNS)
+    first_element = (group * rows + row) * row_stride + channel * channel_stride
+    elements = offsets_within(row_stride, channel_stride, ROWS, COLUMNS)
+    first_of_plane, plane_row_stride, plane_column_stride = in_plane(block, group, residue, row, channel)
+    source += first_of_plane
+    offsets = offsets_within(plane_row_stride, plane_column_stride, ROWS, COLUMNS)
 
     lane = tl.arange(0, fields.CHUNK)
     for first in range(0, taps, fields.CHUNK):
@@ -188,7 +230,56 @@ def gather_tile(table, constants, tile, workspace, grads, ROWS: tl.constexpr, CO
         # Stored with the taps last, the order in which they lie in a contiguous gradient.
         tap = tl.load(tap_offsets + first + lane)
         mask = (tap >= 0)[None, None, :] & inside[:, :, None]
-        store_float(grad, elements[:, :, None] + tap[None, None, :], tl.permute(values, (1, 2, 0)), mask, dtype)
+        places = elements[:, :, None] + tap.to(tl.int32)[None, None, :]
+        store_float(grad, first_element, places, tl.permute(values, (1, 2, 0)), mask, dtype)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Targets: what the diagonal of lag 0 is compared with
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def squares_tile(table, tile, weights, workspace, partials, LANES: tl.constexpr):
+    """Sum of squares of a piece of a group's weights, for a free target."""
+    row = table + tl.load(tile + fields.I_ROW)
+    element = tl.load(tile + fields.I_FIRST).to(tl.int64) * LANES * fields.SQUARES + tl.arange(0, LANES)
+    elements = tl.load(row + fields.Q_ELEMENTS)
+    channels = tl.load(row + fields.Q_CHANNELS)
+    taps = tl.load(row + fields.Q_TAPS)
+    weight = resolve(tl.load(row + fields.Q_WEIGHT), 0, weights, workspace)
+    total = tl.zeros((LANES,), tl.float32)
+    for _ in range(fields.SQUARES):
+        inside = element < elements
+        filters = tl.load(row + fields.Q_FIRST_ROW) + element // (channels * taps)
+        offsets = filters * tl.load(row + fields.Q_ROW_STRIDE)
+        offsets += element // taps % channels * tl.load(row + fields.Q_CHANNEL_STRIDE)
+        offsets += tl.load(table + tl.load(row + fields.Q_TAP_OFFSETS) + element % taps)
+        values = load_float(weight, 0, offsets, inside, tl.load(row + fields.Q_DTYPE))
+        total += values * values
+        element += LANES
+    tl.store(partials + tl.load(tile + fields.I_SLOT), tl.sum(total))
+
+
+@triton.jit
+def target_value(target, partials):
+    """The target of a TargetRow; a free one from sums that are complete."""
+    value = tl.load(target + fields.A_VALUE).to(tl.int32).to(tl.float32, bitcast=True)
+    if tl.load(target + fields.A_FREE) != 0:
+        last = tl.load(target + fields.A_LAST)
+        lane = tl.arange(0, fields.CHUNK)
+        total = tl.zeros((fields.CHUNK,), tl.float32)
+        for start in range(tl.load(target + fields.A_FIRST), last, fields.CHUNK):
+            total += tl.load(partials + start + lane, mask=start + lane < last, other=0.0)
+        value *= tl.sum(total)
+    return value
+
+
+@triton.jit
+def compare(entries, on_diagonal, target, value):
+    """Entries of lag 0 and other lags; those on its diagonal minus the target, or zero if they do not count."""
+    ignored = tl.load(target + fields.A_IGNORED) != 0
+    return tl.where(on_diagonal, tl.where(ignored, 0.0, entries - value), entries)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -198,35 +289,43 @@ def gather_tile(table, constants, tile, workspace, grads, ROWS: tl.constexpr, CO
 
 @triton.jit
 def gram_rows(
-    left, right, stride, length, side, i, j, total, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
-):
-    """``total + V V'^T`` of planes stored (side, contraction)."""
-    columns = padded(length)
-    depth = tl.arange(0, DEPTH)
-    for start in range(0, length, DEPTH):
-        k = start + depth
-        a = tl.load(
-            left + i[:, None] * stride + k[None, :], mask=(i < side)[:, None] & (k < columns)[None, :], other=0.0
-        )
-        b = tl.load(
-            right + j[:, None] * stride + k[None, :], mask=(j < side)[:, None] & (k < columns)[None, :], other=0.0
-        )
+    left, right, stride, length, side, i, j, total,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``total + V V'^T`` of planes stored (side, contraction), for rows from ``i`` and from ``j`` on."""
+    columns = padded(length).to(tl.int32)
+    row, depth = tl.arange(0, TILE), tl.arange(0, DEPTH)
+    offsets = row[:, None] * stride.to(tl.int32) + depth[None, :]
+    left_inside, right_inside = (row < (side - i).to(tl.int32))[:, None], (row < (side - j).to(tl.int32))[:, None]
+    left += i * stride
+    right += j * stride
+    for start in range(0, length.to(tl.int32), DEPTH):
+        inside = (depth < columns - start)[None, :]
+        a = tl.load(left + start + offsets, mask=left_inside & inside, other=0.0)
+        b = tl.load(right + start + offsets, mask=right_inside & inside, other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
     return total
 
 
 @triton.jit
 def gram_columns(
-    left, right, stride, length, side, i, j, total, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr
-):
+    left, right, stride, length, side, i, j, total,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
     """The same of planes stored (contraction, side)."""
     columns = padded(side)
-    depth = tl.arange(0, DEPTH)
+    column, depth = tl.arange(0, TILE), tl.arange(0, DEPTH)
+    offsets = depth[:, None] * stride.to(tl.int32) + column[None, :]
+    left_inside = (column < (columns - i).to(tl.int32))[None, :]
+    right_inside = (column < (columns - j).to(tl.int32))[None, :]
+    left += i
+    right += j
+    length = length.to(tl.int32)
     for start in range(0, length, DEPTH):
-        k = start + depth
-        inside = (k < length)[:, None]
-        a = tl.load(left + k[:, None] * stride + i[None, :], mask=inside & (i < columns)[None, :], other=0.0)
-        b = tl.load(right + k[:, None] * stride + j[None, :], mask=inside & (j < columns)[None, :], other=0.0)
+        inside = (depth < length - start)[:, None]
+        first = start * stride
+        a = tl.load(left + first + offsets, mask=inside & left_inside, other=0.0)
+        b = tl.load(right + first + offsets, mask=inside & right_inside, other=0.0)
         total = tl.dot(tl.trans(a), b, total, input_precision=PRECISION)
     return total
 
@@ -234,19 +333,18 @@ def gram_columns(
 @triton.jit
 def gram_tile(
     table, tile, weights, workspace, partials, with_grad,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """``X_o = sum V_l V_r^T``; where outputs are lags, ``4 (X_o - [lag 0] I)`` and the loss instead."""
+    """``X_o = sum V_l V_r^T``; where outputs are lags, ``4 (X_o - [lag 0] a I)`` and the loss instead."""
     output = table + tl.load(tile + fields.I_ROW)
     first_tile = tl.load(tile + fields.I_FIRST).to(tl.int64)
     second_tile = tl.load(tile + fields.I_SECOND).to(tl.int64)
     kind = tl.load(output + fields.O_KIND)
     side = tl.load(output + fields.O_SIDE)
     transposed = tl.load(output + fields.O_TRANSPOSED)
-    i = first_tile * BLOCK + tl.arange(0, BLOCK)
-    j = second_tile * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for product in range(tl.load(output + fields.O_FIRST), tl.load(output + fields.O_LAST), fields.PRODUCT_SIZE):
+    i, j = first_tile * TILE, second_tile * TILE
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for product in range(tl.load(output + fields.O_FIRST), tl.load(output + fields.O_LAST), fields.P_WIDTH):
         owner = tl.load(table + product + fields.P_OWNER)
         base = resolve(owner, 0, weights, workspace)
         left = aligned(base + tl.load(table + product + fields.P_LEFT_BYTES), PLANE)
@@ -254,30 +352,34 @@ def gram_tile(
         stride = aligned_stride(tl.load(table + product + fields.P_ROW_STRIDE))
         length = tl.load(table + product + fields.P_LENGTH)
         if transposed != 0:
-            total = gram_columns(left, right, stride, length, side, i, j, total, PRECISION, BLOCK, DEPTH)
+            total = gram_columns(left, right, stride, length, side, i, j, total, PRECISION, TILE, DEPTH)
         else:
-            total = gram_rows(left, right, stride, length, side, i, j, total, PRECISION, BLOCK, DEPTH)
+            total = gram_rows(left, right, stride, length, side, i, j, total, PRECISION, TILE, DEPTH)
 
     mirrored = (tl.load(output + fields.O_SYMMETRIC) != 0) & (first_tile != second_tile)
     stored = with_grad != 0
     if kind == fields.STORE:
         stored = True
     else:
-        on_diagonal = (i[:, None] == j[None, :]) & (i < side)[:, None] & (kind == fields.RESIDUAL_ZERO)
-        total -= tl.where(on_diagonal, 1.0, 0.0)
+        row = tl.arange(0, TILE)
+        on_diagonal = (row[:, None] == row[None, :]) & (row < (side - i).to(tl.int32))[:, None]
+        on_diagonal &= (kind == fields.RESIDUAL_ZERO) & (first_tile == second_tile)
+        wanted = table + tl.load(output + fields.O_TARGET)
+        total = compare(total, on_diagonal, wanted, target_value(wanted, partials))
         # A lag stands for its negative too, and a tile above the diagonal for the one below it.
         weight = tl.where((kind == fields.RESIDUAL_ZERO) & (first_tile == second_tile), 1.0, 2.0)
         tl.store(partials + tl.load(tile + fields.I_SLOT), tl.sum(total * total) * weight)
-        total *= 4.0
+        total = as_operand(total * 4.0, tl.float32, TF32)
     if stored:
         stride = aligned_stride(tl.load(output + fields.O_ROW_STRIDE))
         target = aligned(workspace.to(tl.int64) + tl.load(output + fields.O_OUTPUT_BYTES), tl.float32)
         columns = padded(side)
-        mask = (i < side)[:, None] & (j < columns)[None, :]
-        tl.store(target + i[:, None] * stride + j[None, :], total, mask=mask)
+        row = tl.arange(0, TILE)
+        offsets = row[:, None] * stride.to(tl.int32) + row[None, :]
+        tl.store(target + (i * stride + j) + offsets, total, mask=inside_tile(i, side, j, columns, TILE, TILE))
         if mirrored:
-            mask = (j < side)[:, None] & (i < columns)[None, :]
-            tl.store(target + j[:, None] * stride + i[None, :], tl.trans(total), mask=mask)
+            mask = inside_tile(j, side, i, columns, TILE, TILE)
+            tl.store(target + (j * stride + i) + offsets, tl.trans(total), mask=mask)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -309,7 +411,7 @@ def mix_columns(
 @triton.jit
 def mix_store(
     outputs, output_stride, count, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored,
-    SIZE: tl.constexpr,
+    TF32: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """``symmetric + antisymmetric`` over the tile and the difference over its mirror image."""
     # Nothing is overwritten before all threads have read it.
@@ -317,14 +419,18 @@ def mix_store(
     lane = tl.arange(0, SIZE)
     exists = (lane < count)[:, None, None]
     start = outputs + (lane * output_stride)[:, None, None]
-    tl.store(start + here[None, :, :], symmetric + antisymmetric, mask=exists & here_mask[None, :, :])
+    image = as_operand(symmetric + antisymmetric, tl.float32, TF32)
+    tl.store(start + here[None, :, :], image, mask=exists & here_mask[None, :, :])
     if mirrored:
-        mirror = tl.permute(symmetric - antisymmetric, (0, 2, 1))
+        mirror = tl.permute(as_operand(symmetric - antisymmetric, tl.float32, TF32), (0, 2, 1))
         tl.store(start + there[None, :, :], mirror, mask=exists & there_mask[None, :, :])
 
 
 @triton.jit
-def mix_pair(table, constants, tile, workspace, partials, with_grad, SIZE: tl.constexpr, SIDE: tl.constexpr):
+def mix_pair(
+    table, constants, tile, workspace, partials, with_grad,
+    TF32: tl.constexpr, SIZE: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
     """A tile of all outputs together with its mirror image, in place; SIZE bounds the number of outputs.
 
     With x and y an entry and its mirror image, ``rs = S (x + y)`` and ``ra = A (x - y)`` give both residuals,
@@ -355,34 +461,38 @@ def mix_pair(table, constants, tile, workspace, partials, with_grad, SIZE: tl.co
     )
     lag = tl.arange(0, SIZE)
     on_diagonal = (i[:, None] == j[None, :]) & (i < side)[:, None]
-    symmetric -= tl.where((lag == 0)[:, None, None] & on_diagonal[None, :, :], 1.0, 0.0)
+    target = table + tl.load(row + fields.M_TARGET)
+    value = target_value(target, partials)
+    symmetric = compare(symmetric, (lag == 0)[:, None, None] & on_diagonal[None, :, :], target, value)
     # One entry stands for its mirror image, and a lag for its negative; a tile on the diagonal holds both images.
     weight = tl.where(lag == 0, 2.0, 4.0) * tl.where(mirrored, 1.0, 0.5)
     loss = tl.sum((symmetric * symmetric + antisymmetric * antisymmetric) * weight[:, None, None])
     tl.store(partials + tl.load(tile + fields.I_SLOT), loss)
     if with_grad != 0:
         mix_store(
-            outputs, output_stride, lags, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored, SIZE
-        )
+            outputs, output_stride, lags, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored,
+            False, SIZE,
+        )  # fmt: skip
         tl.debug_barrier()
         symmetric, antisymmetric = mix_columns(
             outputs, output_stride, lags, here, there, here_mask, there_mask, matrix + 2 * SIZE * SIZE, SIZE, SIDE
         )
         mix_store(
-            outputs, output_stride, count, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored, SIZE
-        )
+            outputs, output_stride, count, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored,
+            TF32, SIZE,
+        )  # fmt: skip
 
 
 @triton.jit
-def mix_tile(table, constants, tile, workspace, partials, with_grad):
+def mix_tile(table, constants, tile, workspace, partials, with_grad, TF32: tl.constexpr):
     """The tile's side falls as the number of outputs rises, so that both fit in registers."""
     size = tl.load(table + tl.load(tile + fields.I_ROW) + fields.M_SIZE)
     if size == 16:
-        mix_pair(table, constants, tile, workspace, partials, with_grad, 16, 16)
+        mix_pair(table, constants, tile, workspace, partials, with_grad, TF32, 16, 16)
     elif size == 32:
-        mix_pair(table, constants, tile, workspace, partials, with_grad, 32, 8)
+        mix_pair(table, constants, tile, workspace, partials, with_grad, TF32, 32, 8)
     else:
-        mix_pair(table, constants, tile, workspace, partials, with_grad, 64, 8)
+        mix_pair(table, constants, tile, workspace, partials, with_grad, TF32, 64, 8)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -393,20 +503,34 @@ def mix_tile(table, constants, tile, workspace, partials, with_grad):
 @triton.jit
 def apply_term(
     left, left_stride, right, right_stride, length, rows, columns, i, j, total,
-    TRANSPOSE: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, DEPTH: tl.constexpr,
+    TRANSPOSE: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """``total + A B``, with A stored transposed if TRANSPOSE; both operands are rounded to FACTOR first."""
-    depth = tl.arange(0, DEPTH)
+    """``total + A B`` from row ``i`` and column ``j`` on, with A stored transposed if TRANSPOSE.
+
+    Both operands are rounded to FACTOR first.
+    """
+    place, depth = tl.arange(0, TILE), tl.arange(0, DEPTH)
+    left_step, right_step = left_stride.to(tl.int32), right_stride.to(tl.int32)
+    right_offsets = depth[:, None] * right_step + place[None, :]
+    right_inside = (place < (columns - j).to(tl.int32))[None, :]
+    right += j
+    if TRANSPOSE:
+        left += i
+        left_offsets = depth[:, None] * left_step + place[None, :]
+        left_inside = (place < (padded(rows) - i).to(tl.int32))[None, :]
+    else:
+        left += i * left_stride
+        left_offsets = place[:, None] * left_step + depth[None, :]
+        left_inside = (place < (rows - i).to(tl.int32))[:, None]
+    within = padded(length).to(tl.int32)
+    length = length.to(tl.int32)
     for start in range(0, length, DEPTH):
-        k = start + depth
+        inside = (depth < length - start)[:, None]
         if TRANSPOSE:
-            mask = (k < length)[:, None] & (i < padded(rows))[None, :]
-            a = tl.trans(tl.load(left + k[:, None] * left_stride + i[None, :], mask=mask, other=0.0))
+            a = tl.trans(tl.load(left + start * left_stride + left_offsets, mask=inside & left_inside, other=0.0))
         else:
-            mask = (i < rows)[:, None] & (k < padded(length))[None, :]
-            a = tl.load(left + i[:, None] * left_stride + k[None, :], mask=mask, other=0.0)
-        mask = (k < length)[:, None] & (j < columns)[None, :]
-        b = tl.load(right + k[:, None] * right_stride + j[None, :], mask=mask, other=0.0)
+            a = tl.load(left + start + left_offsets, mask=left_inside & (depth < within - start)[None, :], other=0.0)
+        b = tl.load(right + start * right_stride + right_offsets, mask=inside & right_inside, other=0.0)
         total = tl.dot(a.to(FACTOR), b.to(FACTOR), total, input_precision=PRECISION)
     return total
 
@@ -414,16 +538,16 @@ def apply_term(
 @triton.jit
 def apply_tile(
     table, tile, weights, workspace, grads,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
     """``G_p = sum Y_o V_r + sum Y_o^T V_l`` over the products in which plane p is the left and the right factor."""
     gradient = table + tl.load(tile + fields.I_ROW)
-    i = tl.load(tile + fields.I_FIRST).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    j = tl.load(tile + fields.I_SECOND).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.load(tile + fields.I_FIRST).to(tl.int64) * TILE
+    j = tl.load(tile + fields.I_SECOND).to(tl.int64) * TILE
     rows = tl.load(gradient + fields.G_ROWS)
     columns = aligned_stride(tl.load(gradient + fields.G_COLUMNS))
-    total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for index in range(tl.load(gradient + fields.G_FIRST), tl.load(gradient + fields.G_LAST), fields.TERM_SIZE):
+    total = tl.zeros((TILE, TILE), tl.float32)
+    for index in range(tl.load(gradient + fields.G_FIRST), tl.load(gradient + fields.G_LAST), fields.T_WIDTH):
         term = table + index
         mode = tl.load(term + fields.T_MODE)
         left = resolve(tl.load(term + fields.T_LEFT_OWNER), tl.load(term + fields.T_LEFT_BYTES), weights, workspace)
@@ -434,25 +558,27 @@ def apply_tile(
         if mode == fields.TRANSPOSED:
             total = apply_term(
                 aligned(left, tl.float32), left_stride, aligned(right, PLANE), right_stride, length, rows, columns,
-                i, j, total, True, PLANE, PRECISION, DEPTH,
+                i, j, total, True, PLANE, PRECISION, TILE, DEPTH,
             )  # fmt: skip
         elif mode == fields.SWAPPED:
             total = apply_term(
                 aligned(left, PLANE), left_stride, aligned(right, tl.float32), right_stride, length, rows, columns,
-                i, j, total, False, PLANE, PRECISION, DEPTH,
+                i, j, total, False, PLANE, PRECISION, TILE, DEPTH,
             )  # fmt: skip
         else:
             total = apply_term(
                 aligned(left, tl.float32), left_stride, aligned(right, PLANE), right_stride, length, rows, columns,
-                i, j, total, False, PLANE, PRECISION, DEPTH,
+                i, j, total, False, PLANE, PRECISION, TILE, DEPTH,
             )  # fmt: skip
     base = workspace.to(tl.int64)
     if tl.load(gradient + fields.G_IN_GRADS) != 0:
         base = grads.to(tl.int64)
     target = base + tl.load(gradient + fields.G_TARGET_BYTES)
     stride = aligned_stride(tl.load(gradient + fields.G_ROW_STRIDE))
-    mask = (i < rows)[:, None] & (j < columns)[None, :]
-    store_float(target, i[:, None] * stride + j[None, :], total, mask, tl.load(gradient + fields.G_DTYPE))
+    place = tl.arange(0, TILE)
+    offsets = place[:, None] * stride.to(tl.int32) + place[None, :]
+    mask = inside_tile(i, rows, j, columns, TILE, TILE)
+    store_float(target, i * stride + j, offsets, total, mask, tl.load(gradient + fields.G_DTYPE))
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -482,10 +608,23 @@ def small_gram_tile(table, tile, weights, workspace, partials, with_grad, LANES:
         left = first_row + tl.load(table + pair)
         right = second_row + tl.load(table + pair + 1)
         for channel in range(tl.load(row + fields.S_CHANNELS)):
-            a = load_float(weight, left + channel * channel_stride, inside, dtype)
-            b = load_float(weight, right + channel * channel_stride, inside, dtype)
+            a = load_float(weight, channel * channel_stride, left, inside, dtype)
+            b = load_float(weight, channel * channel_stride, right, inside, dtype)
             total += a * b
-    total -= tl.where(inside & (i == j) & (lag == 0), 1.0, 0.0)
+    wanted = table + tl.load(row + fields.S_TARGET)
+    value = tl.zeros((LANES,), tl.float32)
+    if lag == 0:
+        value += tl.load(wanted + fields.A_VALUE).to(tl.int32).to(tl.float32, bitcast=True)
+        if tl.load(wanted + fields.A_FREE) != 0:  # of the group of each lane: lag 0 pairs every tap with itself
+            squares = tl.zeros((LANES,), tl.float32)
+            for pair in range(tl.load(pairs), tl.load(pairs + 1), 2):
+                for k in range(rows):
+                    start = (group * rows + k) * row_stride + tl.load(table + pair)
+                    for channel in range(tl.load(row + fields.S_CHANNELS)):
+                        a = load_float(weight, channel * channel_stride, start, inside, dtype)
+                        squares += a * a
+            value *= squares
+    total = compare(total, inside & (i == j) & (lag == 0), wanted, value)
     loss = tl.sum(total * total) * tl.where(lag == 0, 1.0, 2.0)
     tl.store(partials + tl.load(tile + fields.I_SLOT), loss)
     if with_grad != 0:
@@ -518,12 +657,11 @@ def small_apply_tile(table, tile, weights, workspace, grads, LANES: tl.constexpr
         for k in range(rows):
             entry_of_output = tl.where(transposed != 0, k * rows + i, i * rows + k)
             y = tl.load(outputs + output + entry_of_output, mask=inside, other=0.0)
-            total += y * load_float(weight, elements + k * row_stride + tap, inside, dtype)
-    target = (group * rows + i) * tl.load(row + fields.S_GRAD_ROW_STRIDE) + channel * tl.load(
-        row + fields.S_GRAD_CHANNEL_STRIDE
-    )
+            total += y * load_float(weight, k * row_stride + tap, elements, inside, dtype)
+    target = (group * rows + i) * tl.load(row + fields.S_GRAD_ROW_STRIDE)
+    target += channel * tl.load(row + fields.S_GRAD_CHANNEL_STRIDE)
     grad = grads.to(tl.int64) + tl.load(row + fields.S_GRAD_BYTES)
-    store_float(grad, target + tl.load(terms + 2), total, inside, dtype)
+    store_float(grad, tl.load(terms + 2), target, total, inside, dtype)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -534,14 +672,20 @@ def small_apply_tile(table, tile, weights, workspace, grads, LANES: tl.constexpr
 @triton.jit
 def reduce_loss(table, loss_rows, index, partials, losses, LANES: tl.constexpr):
     """Loss of one weight from its partial sums, added in order in float64; never below zero, NaN stays NaN."""
-    row = table + loss_rows + index * fields.LOSS_SIZE
+    row = table + loss_rows + index * fields.L_WIDTH
     last = tl.load(row + fields.L_LAST)
     lane = tl.arange(0, LANES)
     total = tl.zeros((LANES,), tl.float64)
     for start in range(tl.load(row + fields.L_FIRST), last, LANES):
         slot = start + lane
         total += tl.load(partials + slot, mask=slot < last, other=0.0).to(tl.float64)
-    loss = tl.sum(total) + tl.load(row + fields.L_OFFSET).to(tl.float64)
+    loss = tl.sum(total)
+    offset = tl.load(row + fields.L_OFFSET)
+    if offset != 0:
+        target = table + tl.load(row + fields.L_TARGET)
+        for group in range(tl.load(row + fields.L_GROUPS)):
+            value = target_value(target + group * fields.A_WIDTH, partials).to(tl.float64)
+            loss += offset.to(tl.float64) * value * value
     tl.store(losses + index, tl.where(loss < 0, 0.0, loss).to(tl.float32))
 
 
@@ -566,7 +710,7 @@ def finish_loss(table, loss_rows, index, arrivals, partials, losses, LANES: tl.c
 
     Which one that is may change from run to run, the order of the sum does not.
     """
-    row = table + loss_rows + index * fields.LOSS_SIZE
+    row = table + loss_rows + index * fields.L_WIDTH
     tiles = tl.load(row + fields.L_LAST) - tl.load(row + fields.L_FIRST)
     if arrive(arrivals + index) == tiles - 1:
         reduce_loss(table, loss_rows, index, partials, losses, LANES)
@@ -577,35 +721,41 @@ def finish_loss(table, loss_rows, index, arrivals, partials, losses, LANES: tl.c
 # ----------------------------------------------------------------------------------------------------------------------
 
 
+@triton.jit
+def squares_kernel(table, tiles, weights, workspace, partials, LANES: tl.constexpr):
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
+    squares_tile(table, tile, weights, workspace, partials, LANES)
+
+
 @triton.jit(do_not_specialize=["count"])
 def evaluate_kernel(
     table, constants, tiles, weights, workspace, arrivals, count,
-    PLANE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PLANE: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
-    evaluate_tile(table, constants, tile, weights, workspace, PLANE, ROWS, COLUMNS)
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
+    evaluate_tile(table, constants, tile, weights, workspace, PLANE, TF32, ROWS, COLUMNS)
     if tl.program_id(0) == 0:
         clear_arrivals(arrivals, count, COLUMNS)
 
 
 @triton.jit
 def gram_any(
-    table, tile, weights, workspace, partials, with_grad,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    table, tile, weights, workspace, partials, with_grad, PLANE: tl.constexpr, TF32: tl.constexpr,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     if tl.load(table + tl.load(tile + fields.I_ROW) + fields.S_KIND) == fields.SMALL:
         small_gram_tile(table, tile, weights, workspace, partials, with_grad, LANES)
     else:
-        gram_tile(table, tile, weights, workspace, partials, with_grad, PLANE, PRECISION, BLOCK, DEPTH)
+        gram_tile(table, tile, weights, workspace, partials, with_grad, PLANE, TF32, PRECISION, TILE, DEPTH)
 
 
 @triton.jit(do_not_specialize=["loss_rows", "with_grad"])
 def gram_kernel(
-    table, tiles, weights, workspace, partials, arrivals, losses, loss_rows, with_grad,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    table, tiles, weights, workspace, partials, arrivals, losses, loss_rows, with_grad, PLANE: tl.constexpr,
+    TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
-    gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
+    gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, TF32, PRECISION, TILE, DEPTH, LANES)
     row = table + tl.load(tile + fields.I_ROW)
     if tl.load(row + fields.O_KIND) != fields.STORE:
         finish_loss(table, loss_rows, tl.load(row + fields.O_WEIGHT), arrivals, partials, losses, LANES)
@@ -613,10 +763,11 @@ def gram_kernel(
 
 @triton.jit(do_not_specialize=["loss_rows", "with_grad"])
 def mix_kernel(
-    table, constants, tiles, workspace, partials, arrivals, losses, loss_rows, with_grad, LANES: tl.constexpr
-):
-    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
-    mix_tile(table, constants, tile, workspace, partials, with_grad)
+    table, constants, tiles, workspace, partials, arrivals, losses, loss_rows, with_grad,
+    TF32: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
+    mix_tile(table, constants, tile, workspace, partials, with_grad, TF32)
     weight = tl.load(table + tl.load(tile + fields.I_ROW) + fields.M_WEIGHT)
     finish_loss(table, loss_rows, weight, arrivals, partials, losses, LANES)
 
@@ -624,26 +775,26 @@ def mix_kernel(
 @triton.jit
 def apply_any(
     table, tile, weights, workspace, grads,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     if tl.load(table + tl.load(tile + fields.I_ROW) + fields.S_KIND) == fields.SMALL:
         small_apply_tile(table, tile, weights, workspace, grads, LANES)
     else:
-        apply_tile(table, tile, weights, workspace, grads, PLANE, PRECISION, BLOCK, DEPTH)
+        apply_tile(table, tile, weights, workspace, grads, PLANE, PRECISION, TILE, DEPTH)
 
 
 @triton.jit
 def apply_kernel(
     table, tiles, weights, workspace, grads,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
-    apply_any(table, tile, weights, workspace, grads, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
+    apply_any(table, tile, weights, workspace, grads, PLANE, PRECISION, TILE, DEPTH, LANES)
 
 
 @triton.jit
 def gather_kernel(table, constants, tiles, workspace, grads, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    tile = tiles + tl.program_id(0).to(tl.int64) * fields.TILE_SIZE
+    tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
     gather_tile(table, constants, tile, workspace, grads, ROWS, COLUMNS)
 
 
@@ -662,23 +813,15 @@ def grid_barrier(arrivals, target):
     tl.debug_barrier()
 
 
-@triton.jit(
-    do_not_specialize=[
-        "with_grad",
-        "evaluate_end",
-        "gram_end",
-        "mix_end",
-        "apply_end",
-        "gather_end",
-        "loss_rows",
-        "count",
-    ]
-)
+_ENDS = ("squares_end", "evaluate_end", "gram_end", "mix_end", "apply_end", "gather_end")
+
+
+@triton.jit(do_not_specialize=["with_grad", *_ENDS, "loss_rows", "count"])
 def single_kernel(
     table, constants, tiles, weights, workspace, partials, grads, losses, arrivals, with_grad,
-    evaluate_end, gram_end, mix_end, apply_end, gather_end, loss_rows, count,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, BLOCK: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, LANES: tl.constexpr,
+    squares_end, evaluate_end, gram_end, mix_end, apply_end, gather_end, loss_rows, count,
+    PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATHERED_COLUMNS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """All stages in order; ``*_end`` bound each stage's part of ``tiles``. ``arrivals`` starts at zero.
 
@@ -687,27 +830,31 @@ def single_kernel(
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     target = programs
-    for index in range(program, evaluate_end, programs):
-        evaluate_tile(table, constants, tiles + index * fields.TILE_SIZE, weights, workspace, PLANE, ROWS, COLUMNS)
+    for index in range(program, squares_end, programs):
+        squares_tile(table, tiles + index * fields.I_WIDTH, weights, workspace, partials, LANES)
+    for index in range(squares_end + program, evaluate_end, programs):
+        tile = tiles + index * fields.I_WIDTH
+        evaluate_tile(table, constants, tile, weights, workspace, PLANE, TF32, ROWS, COLUMNS)
     if evaluate_end > 0:
         grid_barrier(arrivals, target)
         target += programs
     for index in range(evaluate_end + program, gram_end, programs):
-        tile = tiles + index * fields.TILE_SIZE
-        gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+        tile = tiles + index * fields.I_WIDTH
+        gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, TF32, PRECISION, TILE, DEPTH, LANES)
     grid_barrier(arrivals, target)
     target += programs
     for index in range(gram_end + program, mix_end, programs):
-        mix_tile(table, constants, tiles + index * fields.TILE_SIZE, workspace, partials, with_grad)
+        mix_tile(table, constants, tiles + index * fields.I_WIDTH, workspace, partials, with_grad, TF32)
     if mix_end > gram_end:
         grid_barrier(arrivals, target)
         target += programs
     for index in range(program, count, programs):
         reduce_loss(table, loss_rows, index, partials, losses, LANES)
     for index in range(mix_end + program, apply_end, programs):
-        tile = tiles + index * fields.TILE_SIZE
-        apply_any(table, tile, weights, workspace, grads, PLANE, PRECISION, BLOCK, DEPTH, LANES)
+        tile = tiles + index * fields.I_WIDTH
+        apply_any(table, tile, weights, workspace, grads, PLANE, PRECISION, TILE, DEPTH, LANES)
     if gather_end > apply_end:
         grid_barrier(arrivals, target)
         for index in range(apply_end + program, gather_end, programs):
-            gather_tile(table, constants, tiles + index * fields.TILE_SIZE, workspace, grads, ROWS, COLUMNS)
+            tile = tiles + index * fields.I_WIDTH
+            gather_tile(table, constants, tile, workspace, grads, ROWS, GATHERED_COLUMNS)

@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -13,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from ...plan import Plan
+from ..device import beside_all_graphs
 from . import kernels
-from .config import ELEMENTWISE_STAGES, ELEMENTWISE_WARPS, MOST_REGISTERS, Config, mix_registers
-from .tables import Layout, Tables, build_tables
+from .config import Config, compile_options
+from .tables import Layout, Tables, build_tables, to_device
 
 #: Bounds of the caches: a model has a few lists of weights, and tables are at most a few megabytes.
 MAX_TABLES = 32
@@ -36,7 +38,9 @@ def _stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 def _is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    """Whether the stream that the device's kernels are launched on is; the current device may be another one."""
+    with _device_guard(device):
+        return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class _Entry(Generic[_Value]):
@@ -79,7 +83,12 @@ def _remember(
 
 
 def tables_for(
-    weights: Sequence[Tensor], plans: Sequence[Plan], grads: Sequence[bool], plane_dtype: torch.dtype, config: Config
+    weights: Sequence[Tensor],
+    plans: Sequence[Plan],
+    grads: Sequence[bool],
+    plane_dtype: torch.dtype,
+    config: Config,
+    rounded: bool = False,
 ) -> Tables:
     """Cached by shapes, strides, dtypes, plans, which gradients are wanted, configuration and device."""
     layouts, device = tuple(map(Layout.of, weights)), weights[0].device
@@ -90,10 +99,13 @@ def tables_for(
                 "the first call with these weights copies tables to the GPU, which a CUDA graph cannot capture: "
                 "call once before the capture, with the same shapes, options and gradients"
             )
-        tables = build_tables(layouts, plans, grads, plane_dtype, config, device)
+        return beside_all_graphs(device, copy)
+
+    def copy() -> _Entry[Tables]:
+        tables = build_tables(layouts, plans, grads, plane_dtype, config, device, rounded)
         return _Entry(tables, (tables.table, tables.constants, tables.tiles))
 
-    key = (layouts, tuple(plans), tuple(grads), plane_dtype, config, device)
+    key = (layouts, tuple(plans), tuple(grads), plane_dtype, config, device, rounded)
     return _remember(_tables, key, build, MAX_TABLES)
 
 
@@ -103,13 +115,12 @@ def addresses_of(weights: Sequence[Tensor]) -> Tensor:
     addresses = tuple(weight.data_ptr() for weight in weights)
 
     def copy() -> _Entry[Tensor]:
-        host = torch.tensor(addresses, dtype=torch.int64, pin_memory=device.type == "cuda")
-        copied = host.to(device, non_blocking=True)
+        copied = to_device(addresses, torch.int64, device)
         return _Entry(copied, (copied,))
 
     if _is_capturing(device) and (addresses, device) not in _addresses:
         return _captured_addresses(addresses, device)
-    return _remember(_addresses, (addresses, device), copy, MAX_ADDRESSES)
+    return _remember(_addresses, (addresses, device), partial(beside_all_graphs, device, copy), MAX_ADDRESSES)
 
 
 def _captured_addresses(addresses: Sequence[int], device: torch.device) -> Tensor:
@@ -141,6 +152,18 @@ def _own(piece: Tensor) -> Tensor:
     return piece.data
 
 
+def kernel_constants(kernel: str, precision: str, config: Config) -> dict[str, Any]:
+    """The compile-time constants of a kernel, named by its stage or "single"."""
+    sizes = {name.upper(): getattr(config, name) for name in ("tile", "depth", "rows", "columns", "lanes")}
+    sizes["GATHERED_COLUMNS"] = config.gathered_columns
+    products = ("ieee", tl.bfloat16) if precision == "bf16" else (precision, tl.float32)
+    if kernel == "gather":
+        sizes["COLUMNS"] = config.gathered_columns
+    values = {"PRECISION": products[0], "PLANE": products[1], "TF32": precision == "tf32", **sizes}
+    taken = getattr(kernels, f"{kernel}_kernel").arg_names
+    return {name: value for name, value in values.items() if name in taken}
+
+
 class Call:
     """The memory of one call and its launches. Nothing here waits for the device.
 
@@ -156,38 +179,26 @@ class Call:
         precision: str,
         config: Config,
     ) -> None:
-        bf16 = precision == "bf16"
+        plane_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.wanted = [with_grad] * len(weights) if isinstance(with_grad, bool) else list(map(bool, with_grad))
-        self.tables = tables = tables_for(
-            weights, plans, self.wanted, torch.bfloat16 if bf16 else torch.float32, config
-        )
+        self.tables = tables = tables_for(weights, plans, self.wanted, plane_dtype, config, precision == "tf32")
         self.with_grad = any(self.wanted)
         self.precision = precision
         self.config = config
         self.device = device = weights[0].device
         self.weights = addresses_of(weights)
         self.owners = weights  # kept until the launches are issued: the kernels have only addresses
-        self.dtypes = [weight.dtype for weight in weights]
         self.workspace = torch.empty(tables.workspace_bytes, dtype=torch.uint8, device=device)
         self.partials = self.workspace[tables.partials_bytes :].view(torch.float32)
         self.grads_buffer = torch.empty(max(1, tables.grads_bytes), dtype=torch.uint8, device=device)
         self.losses = torch.empty(tables.count, dtype=torch.float32, device=device)
-        self.plane = {"PLANE": tl.bfloat16 if bf16 else tl.float32}
-        self.product = {
-            **self.plane,
-            "PRECISION": "ieee" if bf16 else precision,
-            "BLOCK": config.block,
-            "DEPTH": config.depth,
-            "LANES": config.lanes,
-        }
-        self.elements = {"ROWS": config.rows, "COLUMNS": config.columns}
-        # A product and its sum are rounded once; without this the default would depend on the version of Triton.
-        self.options = {"num_warps": config.warps, "num_stages": config.stages, "enable_fp_fusion": True}
-        self.elementwise = {**self.options, "num_warps": ELEMENTWISE_WARPS, "num_stages": ELEMENTWISE_STAGES}
-        self.mix = self.elementwise
-        if torch.version.hip is None and device.type == "cuda":
-            self.options["maxnreg"] = MOST_REGISTERS
-            self.mix = {**self.mix, "maxnreg": mix_registers(torch.cuda.get_device_capability(device))}
+        nvidia = device.type == "cuda" and torch.version.hip is None
+        self.capability = torch.cuda.get_device_capability(device) if nvidia else None
+
+    def settings(self, kernel: str) -> dict[str, Any]:
+        """What a kernel, named by its stage or "single", is compiled with."""
+        constants = kernel_constants(kernel, self.precision, self.config)
+        return {**constants, **compile_options(kernel, self.config, self.capability)}
 
     def run(self, programs: int | None = None) -> None:
         """``programs`` is the persistent grid of the single launch; None launches the stages one by one."""
@@ -195,7 +206,8 @@ class Call:
             if programs is None:
                 self.run_staged()
             else:
-                self.run_single(programs)
+                arguments, settings = self.single_launch()
+                kernels.single_kernel[(programs,)](*arguments, **settings)
 
     def loss_of_each(self) -> list[Tensor]:
         """``losses`` as 0-dim tensors."""
@@ -204,13 +216,12 @@ class Call:
     def grads(self) -> list[Tensor]:
         """One tensor per weight, an empty one where no gradient is wanted."""
         grads = []
-        pieces = zip(self.wanted, self.dtypes, self.tables.grad_layouts, self.tables.grad_bytes, strict=True)
-        for wanted, dtype, layout, begin in pieces:
+        for wanted, layout, begin in zip(self.wanted, self.tables.grad_layouts, self.tables.grad_bytes, strict=True):
             if wanted:
-                piece = self.grads_buffer[begin : begin + layout.bytes].view(dtype)
+                piece = self.grads_buffer[begin : begin + layout.bytes].view(layout.dtype)
                 grads.append(_own(piece.as_strided(layout.shape, layout.strides)))
             else:
-                grads.append(torch.empty(0, dtype=dtype, device=self.device))
+                grads.append(torch.empty(0, dtype=layout.dtype, device=self.device))
         return grads
 
     def run_staged(self) -> None:
@@ -218,51 +229,39 @@ class Call:
         # Counts the tiles of each weight that are done. Cleared by the first launch where another one precedes gram.
         arrivals = torch.empty(t.count, dtype=torch.int32, device=self.device)
         loss = (self.partials, arrivals, self.losses, t.loss_rows, int(self.with_grad))
-        lanes = {"LANES": self.config.lanes}
+        if tiles := self._tiles("squares"):
+            kernels.squares_kernel[(tiles[0],)](
+                t.table, tiles[1], self.weights, workspace, self.partials, **self.settings("squares")
+            )
         if tiles := self._tiles("evaluate"):
             kernels.evaluate_kernel[(tiles[0],)](
-                t.table,
-                t.constants,
-                tiles[1],
-                self.weights,
-                workspace,
-                arrivals,
-                t.count,
-                **self.plane,
-                **self.elements,
-                **self.elementwise,
+                t.table, t.constants, tiles[1], self.weights, workspace, arrivals, t.count, **self.settings("evaluate")
             )
         else:
             arrivals.zero_()
         if tiles := self._tiles("gram"):
-            kernels.gram_kernel[(tiles[0],)](
-                t.table, tiles[1], self.weights, workspace, *loss, **self.product, **self.options
-            )
+            kernels.gram_kernel[(tiles[0],)](t.table, tiles[1], self.weights, workspace, *loss, **self.settings("gram"))
         if tiles := self._tiles("mix"):
-            kernels.mix_kernel[(tiles[0],)](t.table, t.constants, tiles[1], workspace, *loss, **lanes, **self.mix)
+            kernels.mix_kernel[(tiles[0],)](t.table, t.constants, tiles[1], workspace, *loss, **self.settings("mix"))
         if tiles := self._tiles("apply"):
             kernels.apply_kernel[(tiles[0],)](
-                t.table, tiles[1], self.weights, workspace, grads, **self.product, **self.options
+                t.table, tiles[1], self.weights, workspace, grads, **self.settings("apply")
             )
         if tiles := self._tiles("gather"):
             kernels.gather_kernel[(tiles[0],)](
-                t.table, t.constants, tiles[1], workspace, grads, **self.elements, **self.elementwise
+                t.table, t.constants, tiles[1], workspace, grads, **self.settings("gather")
             )
 
     def _tiles(self, stage: str) -> tuple[int, Tensor] | None:
         begin, end = self.tables.stage(stage)
         return (end - begin, self.tables.tiles[begin:end]) if end > begin else None
 
-    def run_single(self, programs: int) -> None:
-        arguments, options = self.single_launch()
-        kernels.single_kernel[(programs,)](*arguments, **options)
-
     def single_launch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Arguments and options of the one launch; its barrier counter is the only memory that is cleared first."""
+        """Arguments and settings of the one launch; its barrier counter is the only memory that is cleared first."""
         t = self.tables
         arrivals = torch.zeros(1, dtype=torch.int32, device=self.device)
         arguments = (
             t.table, t.constants, t.tiles, self.weights, self.workspace, self.partials, self.grads_buffer, self.losses,
             arrivals, int(self.with_grad), *t.ends, t.loss_rows, t.count,
         )  # fmt: skip
-        return arguments, {**self.product, **self.elements, **self.options, "launch_cooperative_grid": True}
+        return arguments, self.settings("single")

@@ -1,0 +1,39 @@
+"""Panels against the BLAS: the two ways in which the CPU backend multiplies, in turns in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from shapes import Layer
+from steps import Settings, check_step, make_weights, run_step
+from timing import EAGER, Effort, Timer, interleave
+
+from ocnn_fused import _extension
+
+#: By the setting of the compiled switch.
+WAYS = {True: "panels", False: "BLAS"}
+
+
+def _step(allowed: bool, step: Callable[..., object], *arguments: object) -> None:
+    before = _extension.module.use_panels(allowed)
+    try:
+        step(*arguments)
+    finally:
+        _extension.module.use_panels(before)
+
+
+def table(layers: Sequence[Layer], settings: Settings, effort: Effort, timer: Timer) -> str:
+    """Markdown: medians in ms. Layers that panels do not take are the BLAS's both times, and their ratio is 1."""
+    lines = [f"| layer | {' ms | '.join(WAYS.values())} ms | BLAS / panels |", "|---|---:|---:|---:|"]
+    for layer in layers:
+        weights = make_weights([layer], settings)
+        contestants = {}
+        for allowed in WAYS:
+            _step(allowed, check_step, weights, [layer], settings.gradient)
+            call = partial(_step, allowed, run_step, "fused", weights, [layer], settings.gradient)
+            contestants[allowed] = timer.prepare(call, EAGER)
+        samples = interleave(contestants, timer, effort)
+        panels, blas = (samples[allowed].median for allowed in WAYS)
+        lines.append(f"| {layer.label} | {panels * 1e3:.3f} | {blas * 1e3:.3f} | {blas / panels:.2f} |")
+    return "\n".join(lines)

@@ -1,0 +1,66 @@
+// What the diagonals of some weights are compared with, and what that adds to a loss of the column side.
+#pragma once
+
+#include <vector>
+
+#include "tensors.h"
+#include "threads.h"
+
+namespace ocnn_fused::cpu {
+
+template <typename S, typename T>
+class GroupTargets {
+ public:
+  // Free targets are computed here, in one pass over the weights.
+  GroupTargets(double rule, const WeightView<const S>& weight, int64_t weights, int64_t groups, int64_t channels)
+      : rule_(rule), groups_(groups) {
+    if (!view().are_free()) return;
+    const int64_t rows = weight.rows / groups;
+    std::vector<double> squares(weights * weight.rows);
+    at::parallel_for(0, weights * weight.rows, grain(channels * weight.taps), [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) squares[i] = square_of(weight, i, channels);
+    });
+    for (auto row = squares.begin(); row != squares.end(); row += rows) {
+      of_groups_.push_back(static_cast<T>(std::accumulate(row, row + rows, 0.0) / static_cast<double>(rows)));
+    }
+  }
+
+  Targets<T> view() const { return {rule_, of_groups_.empty() ? nullptr : of_groups_.data()}; }
+
+  // By which the loss of a weight differs from that of its rows; `offset` is the plan's.
+  double constant(int64_t weight, int64_t offset) const {
+    double squares = 0;
+    for (int64_t group = 0; offset != 0 && group < groups_; ++group) {
+      const double target = view().at(weight * groups_ + group).value;
+      squares += target * target;
+    }
+    return static_cast<double>(offset) * squares / static_cast<double>(groups_);
+  }
+
+ private:
+  // Squared length of one filter; sums in lanes, which a compiler may keep in vectors.
+  static double square_of(const WeightView<const S>& weight, int64_t i, int64_t channels) {
+    const bool in_one_piece = weight.dense && weight.channel_stride == weight.taps;
+    const int64_t pieces = in_one_piece ? 1 : channels, length = in_one_piece ? channels * weight.taps : weight.taps;
+    T lanes[kLanes] = {};
+    for (int64_t c = 0; c < pieces; ++c) {
+      const S* piece = weight.row(i) + c * weight.channel_stride;
+      const auto square = [&](int64_t u) {
+        const T value = static_cast<T>(piece[weight.dense ? u : weight.tap_offsets[u]]);
+        return value * value;
+      };
+      int64_t u = 0;
+      for (; u + kLanes <= length; u += kLanes) {
+        for (int64_t l = 0; l < kLanes; ++l) lanes[l] += square(u + l);
+      }
+      for (; u < length; ++u) lanes[u % kLanes] += square(u);
+    }
+    return std::accumulate(lanes, lanes + kLanes, 0.0);
+  }
+
+  const double rule_;
+  const int64_t groups_;
+  std::vector<T> of_groups_;
+};
+
+}  // namespace ocnn_fused::cpu

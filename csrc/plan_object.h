@@ -1,0 +1,46 @@
+// A lowered plan that was read once, for all calls that execute it.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/custom_class.h>
+
+#include <optional>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "lowered.h"
+
+namespace ocnn_fused {
+
+using LossesAndGrads = std::tuple<std::vector<at::Tensor>, std::vector<at::Tensor>>;
+
+struct PlanObject : torch::CustomClassHolder {
+  // `layout` is on the CPU; `tables` are the same numbers where the weights are. A plan for groups too small for matrix
+  // products has no constants.
+  PlanObject(const at::Tensor& layout, at::Tensor its_tables, std::optional<at::Tensor> its_constants)
+      : tables(std::move(its_tables)) {
+    TORCH_CHECK_VALUE(layout.device().is_cpu() && layout.scalar_type() == at::kLong && layout.is_contiguous(),
+                      "layout must be a contiguous int64 tensor on the CPU");
+    const LayoutReader reader(layout.const_data_ptr<int64_t>(), layout.numel());
+    if (its_constants) {
+      constants = *std::move(its_constants);
+      lowered = read_plan(reader);
+    } else {
+      small = read_small_plan(reader);
+    }
+  }
+
+  std::optional<LoweredPlan> lowered;
+  std::optional<SmallPlan> small;  // one of the two is there
+  at::Tensor tables, constants;
+};
+
+using Plan = c10::intrusive_ptr<PlanObject>;
+
+// Makes the type known to the dispatcher, once. Every file that implements the op calls it first, because nobody knows
+// whose static objects are initialised first.
+void register_plan_type();
+
+}  // namespace ocnn_fused

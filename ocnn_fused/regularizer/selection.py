@@ -1,0 +1,361 @@
+"""Which layers of a model are regularised, how, and what one pass over them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass
+from math import prod, sqrt
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .. import engine
+from ..backends.cpu import BANDWIDTH
+from ..functional import check_weight
+from ..plan import AnyPlan, has_orthogonal, least_loss, polyphase_channels
+from ..problem import OFF_DIAGONAL, Options, Problem, problem_of
+from . import modules
+from .distributed import balanced_shares, under_fully_shard
+from .presets import paper_resnet
+from .settings import Method, Selector, Settings, matches
+from .watch import Watch
+
+#: Layers are compared by what they would cost a CPU, so that ranks with other devices agree on the shares.
+_CPU = Options(backend="cpu", precision="ieee")
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """One regularised layer, as it was when the model was last looked at."""
+
+    name: str
+    module: nn.Module
+    weight: float  # lambda of this layer
+    method: Method
+    squared: bool
+    problem: Problem
+    dtype: torch.dtype
+    device: torch.device
+    read: Callable[[Any], Tensor]  # gives the module's weight at the moment of the call
+    note: str = ""
+
+    @property
+    def sources(self) -> tuple[Tensor, ...]:
+        """The parameters behind the weight."""
+        if self.read is modules.weight_of:
+            return modules.weight_sources(self.module)
+        return tuple(self.module.parameters())
+
+    @property
+    def turned(self) -> bool:
+        """Whether the loss is that of the columns: the norm of kernel orthogonality takes the smaller Gram matrix."""
+        if self.method != "kernel" or self.squared or self.problem.target == OFF_DIAGONAL:
+            return False
+        return self.problem.rows > polyphase_channels(self.problem)
+
+    def plan(self, options: Options) -> AnyPlan | None:
+        """How the loss is computed where the weight is, and with what is asked for; None for SRIP."""
+        if self.method == "srip":
+            return None
+        known = self.device.type in ("cpu", "cuda")
+        resolved = engine.resolve(options, self.device).of(self.problem) if known else _CPU
+        return engine.choose(self.problem, self.dtype, self.device, resolved).plan
+
+    def cost(self, power_iterations: int) -> float:
+        """Estimated seconds of loss and gradient, for comparing layers."""
+        if self.method == "srip":
+            return 4 * prod(self.problem.shape) * 2 * (power_iterations + 3) / BANDWIDTH
+        return engine.choose(self.problem, self.dtype, torch.device("cpu"), _CPU).seconds
+
+    @property
+    def floor(self) -> float:
+        """Least value of the squared loss over all weights of this shape."""
+        return 0.0 if self.method == "srip" or self.turned else least_loss(self.problem)
+
+    @property
+    def has_orthogonal(self) -> bool:
+        """Whether a convolution of this shape can be orthogonal by rows or by columns."""
+        return self.method != "conv" or has_orthogonal(self.problem)
+
+
+@dataclass(frozen=True, eq=False)
+class Pass:
+    """Layers that are computed together: one device, one kind of loss."""
+
+    indices: tuple[int, ...]
+    problems: tuple[Problem, ...] | None  # None for SRIP
+    options: Options
+    groups: tuple[int, ...]
+    turned: tuple[bool, ...]
+    coefficients: tuple[float, ...]
+    weights: Tensor  # the same, on the device
+    least: Tensor | None  # what the losses are counted from
+    watch: Watch
+
+
+class Selection:
+    """The regularised layers of a model at one moment, and everything that follows from them."""
+
+    @torch.inference_mode(False)  # what is kept must serve in training too
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
+        model = modules.unwrap(model)
+        self._settings = settings
+        self._passes: dict[tuple[int, ...], list[Pass]] = {}
+        self._shares: dict[int, list[tuple[int, ...]]] = {}
+        self.layers, self.left_out, self.empty_blocks, self._unusable = _choose(model, settings)
+        self.everything = tuple(range(len(self.layers)))
+        # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
+        device = self.layers[0].device if self.layers else None
+        self.zero = torch.zeros((), dtype=_sum_dtype(self.layers), device=device, requires_grad=True)
+        # What is compared at every call: the tree of modules, and of each layer all that a plan depends on. Every
+        # layer's parameters are watched, of those left out too: one may have been tied to another.
+        self._tree = [(module._modules, tuple(module._modules.values())) for module in model.modules()]
+        self._watched = [module._parameters for _, module in modules.named_layers(model, settings.custom_kinds)]
+        self._identities = self._identify()
+        weights = self.weights()
+        self._states = self._look_at(weights)
+        self._fully_sharded = under_fully_shard(model)
+        #: Layers whose weight an earlier layer has too, at another stride.
+        self._again = {index for index, first in enumerate(_ties([id(weight) for weight in weights])) if first != index}
+        self.passes(self.everything)  # now rather than in the first step, which may be one that is compiled
+
+    def weights(self) -> list[Tensor]:
+        """Of all layers, as they are now."""
+        return [layer.read(layer.module) for layer in self.layers]
+
+    def _look_at(self, weights: list[Tensor]) -> list[tuple[Any, ...]]:
+        """What must stay the same; of what cannot be used too: it may be loaded, or converted, later."""
+        seen = [_state(layer.module, weight) for layer, weight in zip(self.layers, weights, strict=True)]
+        return seen + [_state(module, read(module)) for module, read in self._unusable]
+
+    def current_weights(self) -> list[Tensor] | None:
+        """The layers' weights if the model is still as it was, else None; tens of microseconds for a ResNet."""
+        for children, before in self._tree:
+            if tuple(children.values()) != before:
+                return None
+        identities = self._identify()
+        if identities != self._identities:
+            if _ties(identities) != _ties(self._identities):
+                return None
+            self._identities = identities
+        weights = self.weights()
+        return weights if self._look_at(weights) == self._states else None
+
+    def _identify(self) -> list[int]:
+        weights = [parameters.get("weight") for parameters in self._watched]
+        return [0 if weight is None else id(weight) for weight in weights]  # id(None) is more than torch.compile can
+
+    def is_direct(self, index: int, weight: Tensor) -> bool:
+        """Whether the op's gradient is the parameter's own."""
+        layer = self.layers[index]
+        if modules.is_plain(weight) and layer.module in self._fully_sharded:
+            raise RuntimeError(
+                f"{layer.name} is unsharded: FSDP would drop what is added to its .grad; call model.reshard() before "
+                "add_grad_()"
+            )
+        return layer.method != "srip" and not layer.turned and modules.is_plain(weight) and index not in self._again
+
+    def is_movable(self, index: int, weight: Tensor) -> bool:
+        """Whether ``project_()`` moves a weight: not if it is frozen; an error says if it cannot."""
+        layer = self.layers[index]
+        if not any(source.requires_grad for source in modules.weight_sources(layer.module)):
+            return False
+        if layer.method == "srip":
+            raise ValueError(f"project_() has no step for SRIP, the method of {layer.name}")
+        if modules.is_plain(weight) and layer.module in self._fully_sharded:
+            raise RuntimeError(f"{layer.name} is unsharded: call model.reshard() before project_()")
+        if not modules.is_plain(weight) and not modules.is_spread(weight):
+            raise ValueError(
+                f"project_() cannot move the weight of {layer.name}, which is computed from others; exclude the layer"
+            )
+        return True
+
+    def trained_sources(self, index: int) -> list[Tensor]:
+        """The parameters that a computed weight's gradient goes to."""
+        layer = self.layers[index]
+        sources = [source for source in layer.sources if source.requires_grad]
+        if not sources or not all(source.is_leaf for source in sources):
+            raise RuntimeError(
+                f"{layer.name} gets its weight from tensors that are not its parameters, so add_grad_() does not know "
+                "where the gradient goes; add reg() to the loss instead"
+            )
+        return sources
+
+    def share(self, rank: int, world: int) -> tuple[int, ...]:
+        """Indices of the layers that one of ``world`` ranks computes."""
+        if world == 1:
+            return self.everything
+        if world not in self._shares:  # by the default rates, so that ranks with other devices agree
+            costs = [layer.cost(self._settings.power_iterations) for layer in self.layers]
+            self._shares[world] = balanced_shares(costs, world)
+        return self._shares[world][rank]
+
+    def passes(self, indices: tuple[int, ...]) -> list[Pass]:
+        """The chosen layers, put together by device and by kind of loss."""
+        if not indices:
+            return []
+        if indices not in self._passes:
+            kinds: dict[tuple[torch.device, bool], list[int]] = {}
+            for index in indices:
+                layer = self.layers[index]
+                kinds.setdefault((layer.device, layer.method == "srip"), []).append(index)
+            self._passes[indices] = [self._pass(tuple(members), srip) for (_, srip), members in kinds.items()]
+        return self._passes[indices]
+
+    @torch.inference_mode(False)
+    def _pass(self, indices: tuple[int, ...], srip: bool) -> Pass:
+        layers = [self.layers[index] for index in indices]
+        groups = tuple(layer.problem.groups for layer in layers)
+        problems = None
+        if not srip:
+            problems = tuple(_by_columns(layer.problem) if layer.turned else layer.problem for layer in layers)
+        numel = self._settings.normalize == "numel"
+        coefficients = tuple(layer.weight / (prod(layer.problem.shape) if numel else 1) for layer in layers)
+        on_device = torch.tensor(coefficients, dtype=_sum_dtype(layers), device=layers[0].device)
+        turned = tuple(layer.turned for layer in layers)
+        squared = self._settings.squared
+        least = None
+        if self._settings.normalize == "excess":
+            least = on_device.new_tensor([layer.floor if squared else sqrt(layer.floor) for layer in layers])
+        at_zero = [layer.problem.shape[0] if squared else sqrt(layer.problem.shape[0]) for layer in layers]
+        watch = Watch([layer.name for layer in layers], at_zero)
+        return Pass(indices, problems, self._settings.options, groups, turned, coefficients, on_device, least, watch)
+
+
+def chosen_layers(
+    model: nn.Module,
+    include: Selector | None,
+    exclude: Selector | None,
+    preset: Literal["paper-resnet"] | None,
+) -> list[Layer]:
+    """The layers that an :class:`OrthRegularizer` with these arguments would choose."""
+    settings = Settings(include=include, exclude=exclude, preset=preset)
+    settings.check_patterns([name for name, _ in modules.named_layers(modules.unwrap(model))])
+    return _choose(modules.unwrap(model), settings)[0]
+
+
+def by_columns(weight: Tensor, groups: int) -> Tensor:
+    """The flattened weight of each group turned round, ``(groups*C*k1*..*kn, M/groups)``: its rows are the columns."""
+    return weight.reshape(groups, weight.shape[0] // groups, -1).transpose(1, 2).flatten(0, 1)
+
+
+def _by_columns(problem: Problem) -> Problem:
+    """Of what :func:`by_columns` gives."""
+    shape = (problem.groups * prod(problem.shape[1:]), problem.rows)
+    return Problem(shape, (), (), None, problem.groups, problem.target)
+
+
+def _sum_dtype(layers: Iterable[Layer]) -> torch.dtype:
+    return torch.float64 if any(layer.dtype == torch.float64 for layer in layers) else torch.float32
+
+
+def _state(module: nn.Module, weight: Tensor) -> tuple[Any, ...]:
+    """All that a layer's plan depends on."""
+    get = module.__dict__.get
+    return weight.shape, weight.dtype, weight.device, get("stride"), get("dilation"), get("groups")
+
+
+def _ties(identities: list[int]) -> list[int]:
+    """For each weight the position of the first that is the same one."""
+    first: dict[int, int] = {}
+    return [first.setdefault(identity, index) for index, identity in enumerate(identities)]
+
+
+_Unusable = list[tuple[nn.Module, Callable[[Any], Tensor]]]
+
+
+def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str, str], list[str], _Unusable]:
+    """The layers that are regularised, the others with the reason, blocks without any, and weights that cannot be."""
+    layers: list[Layer] = []
+    left_out: dict[str, str] = {}
+    unusable: _Unusable = []
+    preset, empty_blocks = paper_resnet(model) if settings.preset else (frozenset(), [])
+    adapters = modules.parts_of_adapters(model)
+    owner: dict[Hashable, str] = {}
+    for name, module in modules.named_layers(model, settings.custom_kinds):
+        reason = adapters.get(module) or _reason_to_leave_out(name, module, settings, preset)
+        coefficient = settings.lambda_of(name, module) if reason is None else None
+        if not coefficient:
+            left_out[name] = reason or ("no pattern of weight matches" if coefficient is None else "weight 0")
+            continue
+        if modules.is_uninitialized(module):
+            raise RuntimeError(
+                f"{name} is a {type(module).__name__} that has not seen an input yet; "
+                "run the model once before the regularizer"
+            )
+        read = settings.reader_of(module)
+        weight = read(module)
+        try:
+            check_weight(weight)
+        except TypeError as error:
+            if read is not modules.weight_of and not isinstance(weight, Tensor):
+                raise TypeError(f"{name}: weight_of must give a tensor, got {type(weight).__name__}") from None
+            left_out[name] = str(error)
+            unusable.append((module, read))
+            continue
+        layer = _layer(name, module, weight, read, float(coefficient), settings)
+        # The same weight at another stride is another convolution.
+        geometry = layer.problem[1:] if layer.method == "conv" else layer.problem.groups
+        first = owner.setdefault((_identity(module, weight, read), geometry), name)
+        if first == name:
+            layers.append(layer)
+        else:
+            left_out[name] = f"tied to {first}"
+    if any(layer.device.type != "meta" for layer in layers):  # else the whole model is only a sketch
+        without_memory = [layer for layer in layers if layer.device.type == "meta"]
+        left_out.update({layer.name: "weight on the meta device, which holds no numbers" for layer in without_memory})
+        unusable += [(layer.module, layer.read) for layer in without_memory]
+        layers = [layer for layer in layers if layer not in without_memory]
+    return layers, left_out, empty_blocks, unusable
+
+
+def _identity(module: nn.Module, weight: Tensor, read: Callable[[Any], Tensor]) -> Hashable:
+    """Equal for layers with the same weight."""
+    if read is modules.weight_of:
+        return modules.identity(module)
+    return ((), (id(weight),)) if modules.is_plain(weight) else (read, *map(id, module.parameters()))
+
+
+def _reason_to_leave_out(name: str, module: nn.Module, settings: Settings, preset: frozenset[nn.Module]) -> str | None:
+    if settings.exclude is not None and matches(settings.exclude, name, module):
+        return "excluded"
+    if settings.preset is not None:
+        return None if module in preset else f"not in preset {settings.preset}"
+    if settings.include is not None:
+        return None if matches(settings.include, name, module) else "not included"
+    if not modules.is_convolution(module):
+        custom = isinstance(module, settings.custom_kinds)
+        return None if custom else "a Linear layer; include it by name or type"
+    if not modules.is_uninitialized(module) and module.in_channels <= modules.FEW_CHANNELS:  # type: ignore[operator]
+        return f"{module.in_channels} input channels"
+    return None
+
+
+def _layer(
+    name: str,
+    module: nn.Module,
+    weight: Tensor,
+    read: Callable[[Any], Tensor],
+    coefficient: float,
+    settings: Settings,
+) -> Layer:
+    kernel_size = getattr(module, "kernel_size", None)
+    axes = len(kernel_size) if isinstance(kernel_size, tuple) else max(0, weight.dim() - 2)
+    if read is modules.weight_of and weight.dim() != axes + 2:
+        raise ValueError(
+            f"weight of {name} ({type(module).__name__}) must have {axes + 2} dimensions, got {tuple(weight.shape)}; "
+            "if FullyShardedDataParallel flattened it, use fully_shard (FSDP2), or call the regularizer within "
+            "summon_full_params"
+        )
+    method = settings.method_of(name, module, tuple(weight.shape[2:]))
+    padding = None if method == "conv" else 0
+    stride, dilation, groups = (getattr(module, attribute, 1) for attribute in ("stride", "dilation", "groups"))
+    try:
+        problem = problem_of(weight.shape, stride, dilation, groups, padding, settings.target, settings.part)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+    note = ""
+    if read is modules.weight_of and modules.computes_its_own_way(module):
+        note = f"the raw weight; {type(module).__name__} may compute with another one, which weight_of can name"
+    return Layer(name, module, coefficient, method, settings.squared, problem, weight.dtype, weight.device, read, note)

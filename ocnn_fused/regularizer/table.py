@@ -1,0 +1,70 @@
+"""``print(reg)``: what an OrthRegularizer does with a model, as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..plan import AnyPlan
+from .selection import Layer, Selection
+from .settings import Settings
+
+_HEADER = ("layer", "weight shape", "stride", "groups", "method", "plan", "cost", "lambda", "least loss")
+
+
+def describe(title: str, settings: Settings, progress: str, selection: Selection) -> str:
+    """One row per regularised layer with its plan, share of the cost, lambda and least loss; then the others."""
+    layers = selection.layers
+    costs = [layer.cost(settings.power_iterations) for layer in layers]
+    rows = [
+        _row(layer, layer.plan(settings.options), cost / sum(costs)) for layer, cost in zip(layers, costs, strict=True)
+    ]
+    parts = [title, *_options(settings, progress)]
+    if rows:
+        parts += _aligned([_HEADER, *rows])
+    else:
+        parts.append(
+            "nothing is regularised: "
+            + ("every layer is left out" if selection.left_out else "the model has no Linear and no convolution layer")
+        )
+    notes = [(f"  {layer.name}", layer.note) for layer in layers if layer.note]
+    if notes:
+        parts += ["notes:", *_aligned(notes)]
+    if selection.left_out:
+        parts += ["left out:", *_aligned([(f"  {name}", reason) for name, reason in selection.left_out.items()])]
+    return "\n".join(parts)
+
+
+def _row(layer: Layer, plan: AnyPlan | None, share: float) -> tuple[str, ...]:
+    floor = float(layer.floor) if layer.squared else layer.floor**0.5
+    return (
+        layer.name,
+        "x".join(map(str, layer.problem.shape)),
+        "x".join(map(str, layer.problem.stride)) or "-",
+        str(layer.problem.groups),
+        layer.method,
+        plan.name if plan is not None else "power iteration",
+        f"{share:.1%}",
+        f"{layer.weight:g}",
+        f"{floor:g}",
+    )
+
+
+def _options(settings: Settings, progress: str) -> list[str]:
+    """What differs from the default, one line; ``progress`` where it depends on the step."""
+    options = {
+        f"target {settings.target}": settings.target != 1,
+        "off-diagonal part": settings.part != "all",
+        "norm, not squared": not settings.squared,
+        "divided by the number of elements": settings.normalize == "numel",
+        "counted from the least loss": settings.normalize == "excess",
+        f"schedule {settings.schedule!r}": settings.schedule is not None,
+        f"every {settings.every} steps": settings.every > 1,
+        progress: settings.goes_by_steps,
+    }
+    shown = [text for text, applies in options.items() if applies]
+    return [", ".join(shown)] if shown else []
+
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,266 @@
+"""A layer as a linear operator and its symbol: the one place that knows how taps, strides and dilations meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import gcd, pi, prod
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typing_extensions import TypedDict, Unpack
+
+from ..plan import Axis, reduce_axis
+from ..regularizer.modules import is_convolution, is_layer, weight_of
+
+Ints = int | Sequence[int]
+
+#: Bytes that the frequency blocks of one piece may take, with what is computed from them.
+PIECE_BYTES = 1 << 28
+
+
+class LayerOptions(TypedDict, total=False):
+    """What a weight does not say about its layer; a module says it itself.
+
+    ``stride``, ``dilation``, ``groups`` and ``output_padding`` are torch's. ``padding`` matters to the zero-padded
+    operator alone: an int or one per axis, "same", "valid", or None for half of the dilated kernel. ``transposed`` is
+    for the weight ``(in, out/groups, k1..kn)`` of a transposed convolution.
+    """
+
+    stride: Ints
+    dilation: Ints
+    groups: int
+    padding: Ints | Literal["same", "valid"] | None
+    transposed: bool
+    output_padding: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Frequencies:
+    """The distinct ``angles`` (F, n) of a frequency grid, and which of them each point has: ``place`` (Q1..Qn)."""
+
+    angles: Tensor
+    place: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Symbol:
+    r"""``A(θ) = sum_m K'_m exp(i m·θ)`` with the polyphase kernel ``K'``, of which the shorter side is the rows.
+
+    A circular layer is block diagonal in the Fourier basis, and its blocks are values of the symbol, up to unitary
+    factors. ``kernel`` is ``(groups, rows, columns, m1..mn)`` in float64.
+    """
+
+    kernel: Tensor
+    exact_zeros: bool  # whether values near zero are wanted to float64's accuracy, and not to the weight's
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Per axis, the largest m."""
+        return tuple(taps - 1 for taps in self.kernel.shape[3:])
+
+    @property
+    def rows(self) -> int:
+        return self.kernel.shape[1]
+
+    def blocks(self, angles: Tensor) -> Tensor:
+        """``A(θ)`` of every group at ``angles`` (F, n): (F, groups, rows, columns), complex unless it is constant."""
+        if not any(self.degrees):
+            return self.kernel.reshape(1, *self.kernel.shape[:3]).expand(len(angles), -1, -1, -1)
+        phases = angles.new_zeros(len(angles), 1)
+        for axis, count in enumerate(self.kernel.shape[3:]):
+            tap = torch.arange(count, dtype=angles.dtype, device=angles.device)
+            phases = (phases[:, :, None] + (angles[:, axis, None] * tap)[:, None]).flatten(1)
+        taps = self.kernel.reshape(*self.kernel.shape[:3], -1).movedim(3, 0).flatten(1)
+        blocks = torch.complex(phases.cos() @ taps, phases.sin() @ taps)
+        return blocks.reshape(-1, *self.kernel.shape[:3])
+
+    def pieces(self, angles: Tensor) -> list[Tensor]:
+        """``angles`` in pieces whose blocks fit into :data:`PIECE_BYTES`."""
+        groups, rows, columns = self.kernel.shape[:3]
+        block_bytes = 16 * groups * rows * (3 * columns + 3 * rows)
+        return list(angles.split(max(1, PIECE_BYTES // block_bytes)))
+
+
+@dataclass(frozen=True, eq=False)
+class Operator:
+    """A checked layer. ``weight`` is ``(M, C/groups, k1..kn)`` of the convolution; transposed, its adjoint is meant."""
+
+    weight: Tensor
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    padding: tuple[tuple[int, int], ...]  # before and after, per axis
+    transposed: bool
+    output_padding: tuple[int, ...]
+
+    @property
+    def kernel_size(self) -> tuple[int, ...]:
+        return tuple(self.weight.shape[2:])
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        geometry = zip(self.kernel_size, self.stride, self.dilation, strict=True)
+        return tuple(reduce_axis(k, s, d) for k, s, d in geometry)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of the loss."""
+        return {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
+
+    @property
+    def rows(self) -> int:
+        """Filters per group."""
+        return self.weight.shape[0] // self.groups
+
+    @property
+    def polyphase_channels(self) -> int:
+        """Channels per group times the residues that a tap sees, ``C' = C * prod(min(s, k))``."""
+        return self.weight.shape[1] * prod(axis.residues for axis in self.axes)
+
+    @property
+    def unseen_zeros(self) -> int:
+        """Singular values, per group and frequency, that are zero because no tap sees some pixels of the input."""
+        pixels = self.weight.shape[1] * prod(self.stride)
+        return min(self.rows, pixels) - min(self.rows, self.polyphase_channels)
+
+    @property
+    def least_loss(self) -> int:
+        """Least value of the orthogonality loss over all weights of this shape."""
+        return self.groups * max(0, self.rows - self.polyphase_channels)
+
+    def symbol(self) -> Symbol:
+        """With a graph to the weight. A residue's position within its pixel is a phase of its columns: left out."""
+        if not self.weight.isfinite().all():
+            raise ValueError("weight must be finite, got NaN or infinite entries")
+        weight = self.weight.double() if self.weight.device.type != "mps" else self.weight.cpu().double()
+        widths = [axis.class_taps(0) * axis.step - axis.taps for axis in reversed(self.axes)]
+        padded = F.pad(weight, [width for pad in widths for width in (0, pad)]) if widths else weight
+        split = [size for axis in self.axes for size in (axis.class_taps(0), axis.step)]
+        phases = padded.reshape(self.groups, self.rows, weight.shape[1], *split)
+        taps, residues = range(3, phases.dim(), 2), range(4, phases.dim(), 2)
+        kernel = phases.permute(0, 1, 2, *residues, *taps)
+        kernel = kernel.reshape(self.groups, self.rows, -1, *(axis.class_taps(0) for axis in self.axes))
+        if kernel.shape[1] > kernel.shape[2]:
+            kernel = kernel.transpose(1, 2)
+        return Symbol(kernel, self.weight.dtype == torch.float64)
+
+    def positions(self, input_size: Ints) -> tuple[int, ...]:
+        """Output positions per axis of the circular convolution (input positions, if transposed)."""
+        sizes = per_axis("input_size", input_size, len(self.stride), least=1)
+        if self.transposed:
+            return sizes
+        if any(n % s for n, s in zip(sizes, self.stride, strict=True)):
+            raise ValueError(
+                f"input_size must be a multiple of the stride for a circular layer, got {sizes} with stride "
+                f"{self.stride}; padding_mode='zeros' takes any size"
+            )
+        return tuple(n // s for n, s in zip(sizes, self.stride, strict=True))
+
+    def frequencies(self, input_size: Ints) -> Frequencies:
+        """Those at which the circular layer samples its symbol.
+
+        A real kernel has ``A(-θ) = conj A(θ)``: one of the two is enough. What is left of the dilation multiplies the
+        frequencies, and several of them may have the same angle; on an axis with one tap all do.
+        """
+        geometry = zip(self.axes, self.stride, self.dilation, strict=True)
+        factors = tuple(d // gcd(s, d) if axis.class_taps(0) > 1 else 0 for axis, s, d in geometry)
+        return grid(self.positions(input_size), factors, self.weight.device)
+
+    def zero_padded_sizes(self, input_size: Ints) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Input and output size of the convolution (whose adjoint the layer is, if transposed)."""
+        sizes = per_axis("input_size", input_size, len(self.stride), least=1)
+        geometry = zip(
+            sizes, self.kernel_size, self.stride, self.dilation, self.padding, self.output_padding, strict=True
+        )
+        if self.transposed:
+            larger = tuple(
+                (n - 1) * s - before - after + d * (k - 1) + 1 + o for n, k, s, d, (before, after), o in geometry
+            )
+            pair = larger, sizes
+        else:
+            pair = sizes, tuple((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, k, s, d, p, _ in geometry)
+        if min((1, *pair[0], *pair[1])) < 1:
+            raise ValueError(
+                f"input_size {sizes} is too small for a kernel of {self.kernel_size} with padding {self.padding}"
+            )
+        return pair
+
+    def split_groups(self) -> Iterator[Operator]:
+        """The groups as layers of their own."""
+        for weight in self.weight.chunk(self.groups):
+            yield replace(self, weight=weight, groups=1)
+
+
+def grid(counts: tuple[int, ...], factors: tuple[int, ...], device: torch.device) -> Frequencies:
+    """Angles ``2π w f / Q`` for all ``w`` of a grid of ``counts`` Q with ``factors`` f; of θ and -θ only one."""
+    if not counts:
+        only = torch.zeros((), dtype=torch.long, device=device)
+        return Frequencies(torch.zeros(1, 0, dtype=torch.float64, device=device), only)
+    sizes = torch.tensor(counts)
+    index = torch.cartesian_prod(*(torch.arange(count) for count in counts)).reshape(-1, len(counts))
+    index = index * torch.tensor(factors) % sizes
+    steps = torch.tensor([prod(counts[axis + 1 :]) for axis in range(len(counts))])
+    keys, place = torch.minimum(index @ steps, (-index % sizes) @ steps).unique(return_inverse=True)
+    angles = 2 * pi * (keys[:, None] // steps % sizes).double() / sizes
+    return Frequencies(angles.to(device), place.reshape(counts).to(device))
+
+
+def operator_of(layer: Tensor | nn.Module, **options: Unpack[LayerOptions]) -> Operator:
+    """The operator of a Linear, convolution or transposed convolution module, or of a weight with its options."""
+    if isinstance(layer, nn.Module):
+        if not is_layer(layer):
+            raise TypeError(
+                f"layer must be a Linear, convolution or transposed convolution, got {type(layer).__name__}"
+            )
+        if options:
+            raise TypeError(
+                f"a module says itself what its {', '.join(sorted(options))} is; pass its weight to change that"
+            )
+        weight = weight_of(layer)
+        if is_convolution(layer):
+            module: Any = layer
+            options = {
+                "stride": module.stride,
+                "dilation": module.dilation,
+                "groups": module.groups,
+                "padding": module.padding,
+                "transposed": module.transposed,
+                "output_padding": module.output_padding,
+            }
+    elif isinstance(layer, Tensor):
+        weight = layer
+    else:
+        raise TypeError(f"layer must be a weight or a module, got {type(layer).__name__}")
+    if weight.dim() < 2 or not weight.is_floating_point() or not weight.numel():
+        raise ValueError(
+            f"weight must be a floating tensor (M, C/groups, k1..kn), got {weight.dtype} {tuple(weight.shape)}"
+        )
+    axes = weight.dim() - 2
+    stride = per_axis("stride", options.get("stride", 1), axes, least=1)
+    dilation = per_axis("dilation", options.get("dilation", 1), axes, least=1)
+    groups = options.get("groups", 1)
+    if groups < 1 or weight.shape[0] % groups:
+        raise ValueError(f"groups must be positive and divide weight.shape[0] = {weight.shape[0]}, got {groups}")
+    extents = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation, strict=True)]
+    padding = options.get("padding")
+    if padding == "same":
+        pairs = [(extent // 2, extent - extent // 2) for extent in extents]
+    elif padding is None or isinstance(padding, str):
+        pairs = [(0, 0) if padding == "valid" else (extent // 2, extent // 2) for extent in extents]
+    else:
+        pairs = [(p, p) for p in per_axis("padding", padding, axes, least=0)]
+    output_padding = per_axis("output_padding", options.get("output_padding", 0), axes, least=0)
+    transposed = options.get("transposed", False)
+    return Operator(weight, stride, dilation, groups, tuple(pairs), transposed, output_padding)
+
+
+def per_axis(name: str, value: Ints, axes: int, least: int) -> tuple[int, ...]:
+    """An int for all axes or one per axis, each at least ``least``."""
+    values = (value,) * axes if isinstance(value, int) else tuple(value)
+    if len(values) != axes or any(entry < least for entry in values):
+        kind = "positive" if least else "non-negative"
+        raise ValueError(f"{name} must be a {kind} int or a tuple of {axes}, got {value!r}")
+    return values

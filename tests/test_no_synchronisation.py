@@ -1,0 +1,131 @@
+"""On a GPU nothing may ask the device for a number; and what outlives a call must not belong to a CUDA graph."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import unusable_gpu
+from oracle import Case
+from plans import plan_named
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ocnn_fused import fused_orth_loss_foreach, ops
+from ocnn_fused.backends import device as devices
+from ocnn_fused.backends.pytorch import _Executor
+
+_aten = torch.ops.aten
+
+
+class NoSynchronisation(TorchDispatchMode):
+    """Refuses what a GPU would have to be waited for: numbers for the host, and sizes that depend on values."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = func.overloadpacket in (_aten.index, _aten.index_put, _aten.index_put_) and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool for index in tree_iter(args[1])
+        )
+        waits = func.overloadpacket in (_aten._local_scalar_dense, _aten.nonzero, _aten.masked_select, _aten.equal)
+        if masks or waits:
+            raise AssertionError(f"{func} waits for the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (Case((6, 4, 3, 3)), "toom/row"),
+        (Case((9, 2, 5), 2), "toom/column"),
+        (Case((6, 5, 4), 3), "direct/row"),
+        (Case((8, 16)), "gram/row"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("with_grad", [True, False])
+def test_plans_in_pytorch_do_not_wait(case: Case, name: str, with_grad: bool) -> None:
+    """As float64 weights are computed beside the others of a list."""
+    execute = _Executor(plan_named(case, name), torch.float64, torch.device("cpu"))
+    weight = case.random()
+    with torch.no_grad(), NoSynchronisation():
+        execute(weight, with_grad)
+
+
+def test_waiting_is_seen() -> None:
+    for wait in (lambda x: x[x > 0], lambda x: x.sum().item(), lambda x: bool((x > 0).all())):
+        with pytest.raises(AssertionError, match="waits for the device"), NoSynchronisation():
+            wait(torch.ones(3))
+
+
+def test_default_device_moves_no_table() -> None:
+    """Where tensors are made by default is nobody's business but the caller's."""
+    weights = [torch.randn(6, 4, 3), torch.randn(5, 7), torch.randn(4, 1, 3, 3)]
+    for backend in ("cpu", "torch"):
+        expected = fused_orth_loss_foreach(weights, groups=[1, 1, 4], backend=backend)
+        with torch.device("meta"):
+            shifted = [weight.clone() for weight in weights]
+            actual = fused_orth_loss_foreach([w[: w.shape[0]] for w in shifted], groups=[1, 1, 4], backend=backend)
+        assert torch.equal(actual, expected)
+
+
+def test_what_outlives_a_graph_is_made_by_another_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile gives a graph what one thread, or one stream, allocates; the device is that of the weights."""
+    entered: list[torch.device] = []
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            entered.append(device)
+
+        def __enter__(self) -> None: ...
+
+        def __exit__(self, *_: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    gpu = torch.device("cuda", 1)
+    assert devices.beside_all_graphs(gpu, threading.get_ident) != threading.get_ident()
+    assert devices.beside_all_graphs(torch.device("cpu"), threading.get_ident) == threading.get_ident()
+    assert entered == [gpu]
+
+
+def test_capture_is_asked_of_the_weights_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch = pytest.importorskip("ocnn_fused.backends.triton.launch")
+    current = [0]
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(self.device.index)
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == 1)
+    assert launch._is_capturing(torch.device("cuda", 1))
+    assert not launch._is_capturing(torch.device("cuda", 0))
+
+
+def test_a_driver_that_torch_cannot_use_is_no_reason_to_skip(tmp_path: Path) -> None:
+    driver = tmp_path / "version"
+    assert unusable_gpu("13.0", False, driver, None) is None  # no driver at all
+    driver.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  450.80.02\n")
+    assert "450.80.02" in str(unusable_gpu("13.0", False, driver, None))
+    assert unusable_gpu("13.0", True, driver, None) is None
+    assert unusable_gpu(None, False, driver, None) is None  # a CPU build of torch
+    assert unusable_gpu("13.0", False, driver, "") is None  # the GPU was hidden on purpose
+
+
+@pytest.mark.parametrize("left_out", [True, False])
+def test_outputs_of_ops_have_storages_of_their_own(left_out: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch.compile captures the ops, each in memory of its own: it counts what a graph has allocated."""
+    monkeypatch.setattr(ops, "_LEFT_OUT", left_out)
+    buffer = torch.arange(6.0)
+    first, second = ops._apart([buffer[:2], buffer[2:]])
+    assert first.tolist() + second.tolist() == buffer.tolist()
+    assert all(one.untyped_storage().nbytes() == one.nbytes for one in (first, second))
+    within = buffer.data_ptr() <= second.data_ptr() < buffer.data_ptr() + buffer.nbytes
+    assert within == left_out
