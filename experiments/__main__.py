@@ -19,7 +19,7 @@ from time import sleep
 import torch
 
 from . import plan
-from .config import configured
+from .config import Config, configured
 from .data import DataError
 from .runner import RESULTS, Context, Stopped, StopSignal, claimed, run
 
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     queue = commands.add_parser("queue", help="all runs of the protocol")
     for command in (one, queue):
         command.add_argument("--data", type=Path, help="folder with the data sets, see experiments/data.py")
-        command.add_argument("--work", type=Path, default=ROOT / "build" / "experiments",
-                             help="folder for checkpoints and caches; a file named stop in it ends the runs")  # fmt: skip
+        help_ = "folder for checkpoints and caches; a file named stop in it ends the runs"
+        command.add_argument("--work", type=Path, default=ROOT / "build" / "experiments", help=help_)
         command.add_argument("--results", type=Path, default=RESULTS, help="folder of the JSON lines")
         command.add_argument("--smoke", action="store_true", help="tiny networks, two steps")
     table = commands.add_parser("table", help="docs/replication.md")
@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "table":
         from .table import write
 
-        write(Context(Path(), options.work, options.results), options.out)
+        write(plan.Plan(Context(Path(), options.work, options.results)), options.out)
         return 0
     if options.data is None and not options.smoke:
         parser.error("--data must name the folder with the data sets; --smoke does without")
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = configured(plan.EXPERIMENTS[options.experiment].config, options.settings)
             print(run(config, context, plan.EXPERIMENTS).result)
             return 0
-        return _queue(context)
+        return _queue(plan.Plan(context))
     except Stopped as stopped:
         print(f"stopped; the same command continues (checkpoint {stopped})")
         return 3
@@ -71,27 +71,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _queue(context: Context) -> int:
+def _queue(runs: plan.Plan) -> int:
     """In the order of the plan; what another process works on is waited for only where something depends on it."""
-    chosen = plan.Chooser(context)
-    for stage in plan.stages(chosen):
-        while True:
-            try:
-                configs = stage.make()
-                break
-            except plan.NotChosen:  # another process is at it
-                sleep(5)
-                if context.stop():
-                    raise Stopped("between runs") from None
+    context, done = runs.context, 0
+    for stage in runs.stages():
+        configs = _made(stage, context)
         for number, config in enumerate(configs, 1):
             if context.stop():
                 raise Stopped("between runs")
             with claimed(context, config) as ours:
                 if ours and config.key not in context.lines(config.experiment):
                     line = run(config, context, plan.EXPERIMENTS, f"[{stage.title} {number}/{len(configs)}]")
-                    short = {name: value for name, value in line.result.items() if isinstance(value, float)}
+                    short = {name: round(value, 4) for name, value in line.result.items() if isinstance(value, float)}
                     print(f"{stage.title}: {config.command}\n    {short}", flush=True)
+                    done += 1
+    print(f"{done} runs")
     return 0
+
+
+def _made(stage: plan.Stage, context: Context) -> list[Config]:
+    while True:
+        try:
+            return stage.make()
+        except plan.NotChosen:  # another process is at it
+            sleep(5)
+            if context.stop():
+                raise Stopped("between runs") from None
 
 
 def _smoke(options: argparse.Namespace) -> int:
@@ -101,13 +106,14 @@ def _smoke(options: argparse.Namespace) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         data = options.data or tiny.make(Path(folder) / "data")
-        context = Context(data, Path(folder) / "work", Path(folder) / "results", progress=False)
-        runs = list(plan.smoke_runs())
-        for number, config in enumerate(runs, 1):
-            line = run(config, context, plan.EXPERIMENTS)
-            print(f"[{number}/{len(runs)}] {config.experiment} {config.method}: {str(line.result)[:100]}", flush=True)
-        write(context, Path(folder))
-        print(f"{len(runs)} runs; {len((Path(folder) / 'replication.md').read_text().splitlines())} lines of a table")
+        runs = plan.Plan(Context(data, Path(folder) / "work", Path(folder) / "results", progress=False), smoke=True)
+        _queue(runs)
+        write(runs, Path(folder))
+        report = (Path(folder) / "replication.md").read_text()
+        if "not run yet" in report.lower():
+            print(f"error: something was not run:\n{report}", file=sys.stderr)
+            return 1
+        print(f"{len(report.splitlines())} lines of a table, {len(list(Path(folder).glob('*.png')))} figures")
     return 0
 
 

@@ -50,9 +50,11 @@ class AttackTask(Task):
         chosen = self._right(data.images, data.labels, config.images)
         self.labels = data.labels[chosen]
         self.images = data.images[chosen].float() / 255
-        size = self.images[0].numel()
+        size = data.images[0].numel()
         generator = torch.Generator().manual_seed(config.seed)
-        self.order = torch.stack([torch.randperm(size, generator=generator) for _ in range(len(chosen))])
+        self.order = torch.empty(len(chosen), size, dtype=torch.long)
+        for own in self.order:
+            torch.randperm(size, generator=generator, out=own)
         self.epsilon, self.units = config.epsilon, min(config.steps, size)
         self.queries = torch.ones(len(chosen), dtype=torch.long)
         self.fooled_after = torch.zeros(len(chosen), dtype=torch.long)  # queries; 0: not fooled
@@ -105,12 +107,11 @@ class AttackTask(Task):
             setattr(self, name, value)
 
     def result(self) -> dict[str, Any]:
-        fooled = self.fooled_after[self.fooled_after > 0].sort().values
-        share = len(fooled) / len(self.labels)
+        count = len(self.labels)  # 0 if the network has none right
         return {
-            "images": len(self.labels),
-            "fooled": share,
-            "mean_queries": self.queries.double().mean().item(),
+            "images": count,
+            "fooled": (self.fooled_after > 0).sum().item() / count if count else None,
+            "mean_queries": self.queries.double().mean().item() if count else None,
             "median_queries": self._until(0.5),
             "queries_to_90": self._until(0.9),
             "fooled_after": self.fooled_after.tolist(),
@@ -119,7 +120,7 @@ class AttackTask(Task):
     def _until(self, share: float) -> float | None:
         """Queries per image after which this share is fooled; None if it never is."""
         after = self.fooled_after[self.fooled_after > 0].sort().values
-        wanted = -(-int(round(share * 1000)) * len(self.labels) // 1000)
+        wanted = -(-round(share * 1000) * len(self.labels) // 1000)
         return float(after[wanted - 1]) if 0 < wanted <= len(after) else None
 
     def timing(self) -> dict[str, Any]:

@@ -37,6 +37,12 @@ LONG = 1200  # steps of the networks that others start from or attack
 
 
 @dataclass(frozen=True)
+class Choice:
+    rate: float
+    weight: float
+
+
+@dataclass(frozen=True)
 class Grid:
     """The trials of an experiment: as many for each method.
 
@@ -50,18 +56,10 @@ class Grid:
     weights: tuple[float, ...]
     images: tuple[str, ...] = ()
 
-    def settings(self, method: Method) -> list[tuple[float, float]]:
-        """Pairs of rate and weight."""
+    def settings(self, method: Method) -> list[Choice]:
         if method == "plain":
-            return [(rate, 0.0) for rate in self.plain_rates]
-        return [(rate, weight) for rate in self.rates for weight in self.weights]
-
-    def trials(self, method: Method) -> list[Config]:
-        found = []
-        for rate, weight in self.settings(method):
-            trial = replace(self.trial, method=method, rate=rate, weight=weight, seed=CHOOSING_SEED, choosing=True)
-            found += [replace(trial, image=image) for image in self.images] or [trial]  # type: ignore[call-arg]
-        return found
+            return [Choice(rate, 0.0) for rate in self.plain_rates]
+        return [Choice(rate, weight) for rate in self.rates for weight in self.weights]
 
 
 GRIDS: dict[str, Grid] = {
@@ -89,43 +87,6 @@ class NotChosen(Exception):
 
 
 @dataclass(frozen=True)
-class Choice:
-    rate: float
-    weight: float
-
-
-class Chooser:
-    """Rate and weight of each method: those of the best trials."""
-
-    def __init__(self, context: Context) -> None:
-        self.context = context
-
-    def trials(self, experiment: str, methods: Sequence[Method]) -> list[Config]:
-        found = [trial for method in methods for trial in GRIDS[experiment].trials(method)]
-        if experiment == "proxies":  # they start from networks, whose settings are chosen
-            found = [based(trial, self("classification", trial.method)) for trial in found]  # type: ignore[arg-type]
-        return found
-
-    def scores(self, experiment: str, method: Method) -> dict[Choice, float]:
-        """Mean score of every setting."""
-        lines, scores = self.context.lines(experiment), {}
-        for trial in self.trials(experiment, [method]):
-            if trial.key not in lines:
-                raise NotChosen(f"{experiment}, {method}: {trial.command} was not run")
-            score = GRIDS[experiment].score(lines[trial.key].result)
-            scores.setdefault(Choice(trial.rate, trial.weight), []).append(-inf if isnan(score) else score)
-        return {choice: mean(values) for choice, values in scores.items()}
-
-    def __call__(self, experiment: str, method: Method) -> Choice:
-        scores = self.scores(experiment, method)
-        return max(scores, key=lambda choice: scores[choice])
-
-
-def based(config: Proxies, choice: Choice) -> Proxies:
-    return replace(config, base_rate=choice.rate, base_weight=choice.weight)
-
-
-@dataclass(frozen=True)
 class Stage:
     """Runs that belong together; made when their turn comes, because they depend on what was chosen before."""
 
@@ -133,92 +94,128 @@ class Stage:
     make: Callable[[], list[Config]]
 
 
-def stages(chosen: Chooser) -> Iterator[Stage]:
-    """All rows once with the four methods; then what needs several seeds or images; then the rest."""
+#: The rows, apart from method, rate, lambda and seed.
+CIFAR = Classification(steps=LONG)
+WIDE = Classification(network="wideresnet", width=16)
+FOLDERS = Classification(dataset="folders", network="resnet18-stem", width=16, size=64, steps=LONG)
+FEW = {fraction: Classification(fraction=fraction) for fraction in FRACTIONS}
+SWEPT = FEW[0.2]
 
-    def of(config: Config, methods: Sequence[Method], seeds: Sequence[int], grid: str = "") -> list[Config]:
-        found = []
-        for seed in seeds:
-            for method in methods:
-                choice = chosen(grid or config.experiment, method)
-                found.append(replace(config, method=method, rate=choice.rate, weight=choice.weight, seed=seed))
-        return found
 
-    def trials(experiment: str, methods: Sequence[Method] = COMPARED) -> Stage:
-        return Stage(f"choosing, {experiment}", lambda: chosen.trials(experiment, methods))
+@dataclass(frozen=True)
+class Plan:
+    """The runs; with ``smoke`` all of them as small as they can be, and a few settings to choose among."""
 
-    def few(methods: Sequence[Method], seeds: Sequence[int]) -> Stage:
-        return Stage("few labels", lambda: [
-            config for seed in seeds for fraction in FRACTIONS
-            for config in of(Classification(fraction=fraction), methods, [seed])
-        ])  # fmt: skip
+    context: Context
+    smoke: bool = False
 
-    def on_networks(title: str, config: Config, methods: Sequence[Method], seeds: Sequence[int]) -> Stage:
-        return Stage(title, lambda: of(config, methods, seeds, "classification"))
+    def sized(self, config: Config) -> Config:
+        return small(config) if self.smoke else config
 
-    cifar = Classification(steps=LONG)
-    wide = Classification(network="wideresnet", width=16)
-    folders = Classification(dataset="folders", network="resnet18-stem", width=16, size=64, steps=LONG)
+    # -- choosing ------------------------------------------------------------------------------------------------------
 
-    def inpaint(images: Sequence[str], methods: Sequence[Method]) -> Stage:
-        return Stage("inpainting", lambda: [
-            config for image in images for config in of(Inpainting(image=image), methods, [0])
-        ])  # fmt: skip
+    def trials(self, experiment: str, method: Method) -> list[Config]:
+        grid = GRIDS[experiment]
+        trial = self.sized(replace(grid.trial, method=method, seed=CHOOSING_SEED, choosing=True))
+        if isinstance(trial, Proxies):  # they start from networks, whose settings are chosen
+            trial = self.based(trial)
+        settings = grid.settings(method)[: 2 if self.smoke else None]
+        found = [replace(trial, rate=choice.rate, weight=choice.weight) for choice in settings]
+        if not grid.images:
+            return found
+        return [replace(one, image=image) for one in found for image in grid.images]  # type: ignore[call-arg]
 
-    def sweep(seeds: Sequence[int]) -> Stage:
-        def make() -> list[Config]:
-            rate = chosen("classification", "ocnn").rate
-            settings = [("plain", 0.0), *(("ocnn", weight) for weight in SWEEP)]
-            return [Classification(method, rate, weight, seed, fraction=0.2)  # type: ignore[arg-type]
-                    for seed in seeds for method, weight in settings]  # fmt: skip
+    def scores(self, experiment: str, method: Method) -> dict[Choice, float]:
+        """Mean score of every setting; raises NotChosen if a trial is missing."""
+        lines = self.context.lines(experiment)
+        scores: dict[Choice, list[float]] = {}
+        for trial in self.trials(experiment, method):
+            if trial.key not in lines:
+                raise NotChosen(f"{experiment}, {method}: {trial.command} was not run")
+            score = GRIDS[experiment].score(lines[trial.key].result)
+            scores.setdefault(Choice(trial.rate, trial.weight), []).append(-inf if isnan(score) else score)
+        return {choice: mean(values) for choice, values in scores.items()}
 
-        return Stage("lambda sweep", make)
+    def chosen(self, experiment: str, method: Method) -> Choice:
+        """Rate and weight of the best trials; experiments without trials take those of classification."""
+        scores = self.scores(experiment if experiment in GRIDS else "classification", method)
+        return max(scores, key=lambda choice: scores[choice])
 
-    def proxies(methods: Sequence[Method], seeds: Sequence[int]) -> Stage:
-        return Stage("cars by ProxyNCA", lambda: [
-            based(config, chosen("classification", config.method)) for config in of(Proxies(), methods, seeds)  # type: ignore[arg-type]
-        ])  # fmt: skip
+    def based(self, config: Proxies) -> Proxies:
+        choice = self.chosen("classification", config.method)
+        return replace(config, base_rate=choice.rate, base_weight=choice.weight)
 
-    def gan(methods: Sequence[Method], seeds: Sequence[int]) -> Stage:
-        return Stage("GAN", lambda: of(Gan(), methods, seeds))
+    # -- runs ----------------------------------------------------------------------------------------------------------
 
-    first, others = SEEDS[:1], SEEDS[1:]
-    rest = [image for image in GREY if image not in FIRST_IMAGES]
-    yield trials("classification")
-    yield few(COMPARED, first)
-    yield on_networks("CIFAR-100, ResNet-18", cifar, COMPARED, first)
-    yield on_networks("SimBA", Attack(), COMPARED, first)
-    yield on_networks("spectrum and similarity", Filters(), COMPARED, first)
-    yield trials("inpainting")
-    yield inpaint([*FIRST_IMAGES, *TEXT, SAMPLE], COMPARED)
-    yield on_networks("Tiny-ImageNet", folders, COMPARED, first)
-    yield on_networks("birds by neighbours", Neighbours(), COMPARED, first)
-    yield sweep(first)
-    yield Stage("time and memory", lambda: [Cost()])
-    yield trials("proxies")
-    yield proxies(COMPARED, first)
-    yield trials("gan")
-    yield gan(COMPARED, first)
-    yield on_networks("CIFAR-100, WideResNet", wide, COMPARED, first)
-    # What needs several seeds.
-    yield few(COMPARED, others)
-    yield on_networks("CIFAR-100, ResNet-18", cifar, COMPARED, others)
-    yield on_networks("SimBA", Attack(), COMPARED, others)
-    yield inpaint(rest, COMPARED)
-    # The rest.
-    for config, title in ((wide, "CIFAR-100, WideResNet"), (folders, "Tiny-ImageNet"),
-                          (Neighbours(), "birds by neighbours"), (Filters(), "spectrum and similarity")):  # fmt: skip
-        yield on_networks(title, config, COMPARED, others)
-    yield gan(COMPARED, others)
-    yield proxies(COMPARED, others)
-    yield sweep(others)
-    yield trials("classification", LATER)
-    yield few(LATER, SEEDS)
-    yield on_networks("CIFAR-100, ResNet-18", cifar, LATER, SEEDS)
-    yield on_networks("SimBA", Attack(), LATER, SEEDS)
-    yield on_networks("spectrum and similarity", Filters(), LATER, SEEDS)
-    yield trials("inpainting", LATER)
-    yield inpaint([*FIRST_IMAGES, *rest, *TEXT, SAMPLE], LATER)
+    def run_of(self, config: Config, method: Method, seed: int = 0) -> Config:
+        """A row's run with the chosen settings."""
+        choice = self.chosen(config.experiment, method)
+        found = self.sized(replace(config, method=method, rate=choice.rate, weight=choice.weight, seed=seed))
+        return self.based(found) if isinstance(found, Proxies) else found
+
+    def sweep_runs(self, seed: int) -> list[Config]:
+        """Lambdas, and none, at the rate chosen for ocnn."""
+        base = replace(SWEPT, rate=self.chosen("classification", "ocnn").rate, seed=seed)
+        swept = [replace(base, method="ocnn", weight=weight) for weight in SWEEP]
+        return [self.sized(config) for config in (base, *swept)]
+
+    def stages(self) -> Iterator[Stage]:
+        """All rows once with the four methods; then what needs several seeds or images; then the rest."""
+
+        def choosing(experiment: str, methods: Sequence[Method]) -> Stage:
+            make = lambda: [trial for method in methods for trial in self.trials(experiment, method)]  # noqa: E731
+            return Stage(f"choosing, {experiment}", make)
+
+        def runs(title: str, configs: Sequence[Config], methods: Sequence[Method], seeds: Sequence[int]) -> Stage:
+            return Stage(title, lambda: [
+                self.run_of(config, method, seed) for seed in seeds for config in configs for method in methods
+            ])  # fmt: skip
+
+        def sweep(seeds: Sequence[int]) -> Stage:
+            return Stage("lambda sweep", lambda: [config for seed in seeds for config in self.sweep_runs(seed)])
+
+        few, cifar, wide, folders = (
+            ("few labels", list(FEW.values())),
+            ("CIFAR-100, ResNet-18", [CIFAR]),
+            ("CIFAR-100, WideResNet", [WIDE]),
+            ("Tiny-ImageNet", [FOLDERS]),
+        )
+        birds, cars, gan = ("birds", [Neighbours()]), ("cars", [Proxies()]), ("GAN", [Gan()])
+        attack, filters = ("SimBA", [Attack()]), ("spectrum and similarity", [Filters()])
+        first_images = ("inpainting", [Inpainting(image=image) for image in (*FIRST_IMAGES, *TEXT, SAMPLE)])
+        other_images = ("inpainting", [Inpainting(image=image) for image in GREY if image not in FIRST_IMAGES])
+        methods, first, others = COMPARED, SEEDS[:1], SEEDS[1:]
+        if self.smoke:
+            methods = METHODS
+        yield choosing("classification", methods)
+        for row in (few, cifar, attack, filters):
+            yield runs(*row, methods, first)
+        yield choosing("inpainting", methods)
+        for row in (first_images, folders, birds):
+            yield runs(*row, methods, first)
+        yield sweep(first)
+        yield Stage("time and memory", lambda: [self.sized(Cost())])
+        yield choosing("proxies", methods)
+        yield runs(*cars, methods, first)
+        yield choosing("gan", methods)
+        for row in (gan, wide):
+            yield runs(*row, methods, first)
+        if self.smoke:
+            return
+        # What needs several seeds or images.
+        for row in (few, cifar, attack):
+            yield runs(*row, methods, others)
+        yield runs(*other_images, methods, first)
+        # The rest.
+        for row in (wide, folders, birds, filters, gan, cars):
+            yield runs(*row, methods, others)
+        yield sweep(others)
+        yield choosing("classification", LATER)
+        for row in (few, cifar, attack, filters):
+            yield runs(*row, LATER, SEEDS)
+        yield choosing("inpainting", LATER)
+        for row in (first_images, other_images):
+            yield runs(*row, LATER, first)
 
 
 #: Sizes of the smoke test.
@@ -235,20 +232,3 @@ def small(config: Config) -> Config:
     if isinstance(config, (Inpainting, Neighbours, Proxies)) or getattr(config, "dataset", "") == "folders":
         changes["size"] = 32
     return replace(config, **changes)
-
-
-def smoke_runs() -> Iterator[Config]:
-    """Every experiment with every method and every data set, and one trial of every grid."""
-    for method in METHODS:
-        weight = 0.0 if method == "plain" else 0.01
-        for config in (
-            *(Classification(fraction=fraction) for fraction in (*FRACTIONS, 1.0)),
-            Classification(dataset="folders", network="resnet18-stem", size=64),
-            Classification(network="wideresnet"),
-            Neighbours(), Proxies(base_weight=weight), Gan(), Attack(), Filters(), Inpainting(),
-            *(Inpainting(image=image) for image in (TEXT[0], SAMPLE)),
-        ):  # fmt: skip
-            yield small(replace(config, method=method, weight=weight))
-    for grid in GRIDS.values():
-        yield small(grid.trials("plain")[0])
-    yield small(Cost())

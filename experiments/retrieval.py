@@ -26,7 +26,9 @@ KS = (1, 2, 4, 8)
 
 def base(config: Neighbours | Proxies) -> Classification:
     """The run whose network is used: same method and seed."""
-    rate, weight = (config.rate, config.weight) if isinstance(config, Neighbours) else (config.base_rate, config.base_weight)
+    rate, weight = (
+        (config.rate, config.weight) if isinstance(config, Neighbours) else (config.base_rate, config.base_weight)
+    )
     return Classification(
         config.method, rate, weight, config.seed, dataset="folders", network="resnet18-stem",
         width=config.width, size=config.size, steps=config.base_steps,

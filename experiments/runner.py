@@ -150,7 +150,7 @@ def run(config: Config, context: Context, experiments: dict[str, Experiment], no
         _save({"task": task.state(), "random": torch.get_rng_state(), "done": done, "spent": process_time() - began},
               checkpoint)  # fmt: skip
 
-    title = " ".join([note, config.experiment, config.method, *(f"{k}={v}" for k, v in config.changed.items())])
+    title = " ".join([note, config.experiment, *(f"{name}={value}" for name, value in config.changed.items())])
     with tqdm(total=task.units, initial=done, desc=title.strip(), disable=not context.progress, mininterval=5) as bar:
         while done < task.units:
             if context.stop():
