@@ -47,13 +47,15 @@ def similarity(lines: Mapping[Method, Line], out: Path) -> Path:
     for axis, depth in zip(axes, DEPTHS, strict=True):
         for method, line in lines.items():
             axis.stairs(line.result["histogram"][depth], edges, color=COLOURS[method], label=method)
-        axis.set(title=depth, xlabel="correlation of two filters", xlim=(-1, 1))
+        axis.set(title=depth, xlabel="correlation of two filters", xlim=(-0.3, 1), yscale="log")
     axes[0].set_ylabel("share of pairs")
     axes[0].legend()
     return _save(figure, out, "similarity")
 
 
 def attack_curves(lines: Mapping[Method, Mapping[int, Line]], out: Path) -> Path | None:
+    if not any(line.result["images"] for by_seed in lines.values() for line in by_seed.values()):
+        return None
     figure, axes = plt.subplots(1, 2, figsize=(10, 4), layout="constrained", sharey=True)
     for method, by_seed in lines.items():
         for index, line in enumerate(by_seed.values()):

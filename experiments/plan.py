@@ -220,7 +220,7 @@ class Plan:
 
 #: Sizes of the smoke test.
 _SMALL = {
-    "steps": 2, "width": 4, "base_steps": 2, "images": 4, "scored": 16, "embedding": 8, "batch": 8, "levels": 2,
+    "steps": 2, "width": 4, "base_steps": 8, "images": 4, "scored": 16, "embedding": 8, "batch": 8, "levels": 2,
     "code": 4,
 }  # fmt: skip
 

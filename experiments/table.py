@@ -203,7 +203,8 @@ def glance(found: Sequence[Section]) -> str:
         score, cells = section.score, []
         for other in ("plain", "kernel", "srip"):
             difference = section.difference(score, "ocnn", other)  # type: ignore[arg-type]
-            cells.append("not run yet" if difference is None else difference.write(score))
+            missing = "no pair" if {"ocnn", other} <= section.lines.keys() else "not run yet"
+            cells.append(missing if difference is None else difference.write(score))
         verdict = ""
         difference = section.difference(score, "ocnn")
         if difference is not None and difference.error is not None:
@@ -364,8 +365,8 @@ or pictures) in a mean. Differences are means over pairs with the same seed or p
 from three pairs on. `DATA` in the commands is the folder of data sets, see `experiments/data.py`."""
 
 GLANCE = """The last column compares `ocnn` with `plain` where there are at least three pairs: "not distinguishable" if
-0 lies in the 95% interval of the mean difference (Student's t). A dozen rows are compared, so one in twenty of these
-verdicts would be wrong by chance alone."""
+0 lies in the 95% interval of the mean difference (Student's t). Without any effect, one verdict in twenty would still
+say better or worse."""
 
 CHOSEN = """On images held back from the training data; the protocol lists the grids. Scores: share right, mean PSNR,
 Recall@1, Fréchet distance (less is better). Trials with `choosing=True` are in the JSON lines."""

@@ -101,17 +101,18 @@ def test_methods_are_what_they_are_called() -> None:
     flat = model.weight.detach().flatten(1).double()
     gram = flat @ flat.T - torch.eye(6)
     assert float(Regularization("plain", 0.0, model).loss()) == 0
-    kernel, srip, ocnn, free = (float(Regularization(m, 0.5, model).loss())
-                                for m in ("kernel", "srip", "ocnn", "ocnn-free"))  # fmt: skip
+    methods: tuple[Method, ...] = ("kernel", "srip", "ocnn", "ocnn-free")
+    kernel, srip, ocnn, free = (Regularization(method, 0.5, model).loss().item() for method in methods)
     assert kernel == pytest.approx(0.5 * gram.square().sum().item(), rel=1e-5)
-    assert srip == pytest.approx(0.5 * torch.linalg.matrix_norm(gram, 2).item() ** 2, rel=1e-2)  # by power iterations
+    norm = 0.5 * torch.linalg.matrix_norm(gram, 2).item() ** 2
+    assert 0.9 * norm < srip <= norm * (1 + 1e-5)  # by power iterations, from below
     assert ocnn > kernel  # it has the kernel's terms and more
     assert free < ocnn
     projection = Regularization("projection", 1.0, model)
     assert float(projection.loss()) == 0
-    before = float(Regularization("ocnn", 1.0, model).loss())
+    before = Regularization("ocnn", 1.0, model).loss().item()
     projection.after_step()
-    assert float(Regularization("ocnn", 1.0, model).loss()) < before
+    assert Regularization("ocnn", 1.0, model).loss().item() < before
 
 
 def test_batches_have_every_image_once() -> None:
