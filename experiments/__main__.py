@@ -1,6 +1,6 @@
 """Command line.
 
-python -m experiments run classification method=ocnn weight=0.01 --data DATA    one run, or its line if it is there
+python -m experiments run classification method=ocnn weight=0.01 --data DATA    one run, compared with its line
 python -m experiments queue --data DATA      every run of the protocol that has no line yet, the most valuable first
 python -m experiments queue --smoke          every experiment in seconds, on tiny data unless --data is given
 python -m experiments table                  docs/replication.md and its figures, from the lines

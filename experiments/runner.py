@@ -7,6 +7,7 @@ is continued gives the same bits as one that was never interrupted.
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import os
 import signal
@@ -77,8 +78,9 @@ class Context:
         return torch.load(self.work / f"{config.key}.kept.pt", weights_only=True)
 
     def cached(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``make`` returned when it was first called with this name."""
-        path = self.work / f"{name}.cache.pt"
+        """What ``make`` returned when it was first called with this name for this data."""
+        data = hashlib.sha256(str(self.data.resolve()).encode()).hexdigest()[:8]
+        path = self.work / f"{name}-{data}.cache.pt"
         if not path.exists():
             _save(make(), path)
         return torch.load(path, weights_only=True)
@@ -173,8 +175,9 @@ def run(config: Config, context: Context, experiments: dict[str, Experiment], no
     before = context.lines(config.experiment).get(config.key)
     if before is None:
         context.append(line)
-    elif before.result != line.result:
-        print(f"{config.command} gave another result than its line in {config.experiment}.jsonl", flush=True)
+    else:
+        verdict = "the same result as" if before.result == line.result else "ANOTHER RESULT than"
+        print(f"{config.command}\n    gave {verdict} its line in {config.experiment}.jsonl", flush=True)
     checkpoint.unlink(missing_ok=True)
     return line
 

@@ -203,13 +203,13 @@ def test_finished_runs_are_not_repeated(data: Path, tmp_path: Path, capsys: pyte
     run(config, place, EXPERIMENTS)
     run(config, place, EXPERIMENTS)
     assert len((place.results / "inpainting.jsonl").read_text().splitlines()) == 1
-    assert "another result" not in capsys.readouterr().out
+    assert "gave the same result as its line" in capsys.readouterr().out
     path = place.results / "inpainting.jsonl"
     line = json.loads(path.read_text())
     line["result"]["psnr"] += 1
     path.write_text(json.dumps(line) + "\n")
     run(config, place, EXPERIMENTS)
-    assert "gave another result than its line" in capsys.readouterr().out
+    assert "gave ANOTHER RESULT than its line" in capsys.readouterr().out
 
 
 def test_a_killed_process_continues(data: Path, tmp_path: Path) -> None:
