@@ -193,13 +193,13 @@ class Plan:
         yield choosing("inpainting", methods)
         for row in (first_images, folders, birds):
             yield runs(*row, methods, first)
-        yield sweep(first)
         yield Stage("time and memory", lambda: [self.sized(Cost())])
+        yield runs(*wide, methods, first)
+        yield sweep(first)
         yield choosing("proxies", methods)
         yield runs(*cars, methods, first)
         yield choosing("gan", methods)
-        for row in (gan, wide):
-            yield runs(*row, methods, first)
+        yield runs(*gan, methods, first)
         if self.smoke:
             return
         # What needs several seeds or images.
