@@ -19,7 +19,7 @@ from time import sleep
 import torch
 
 from . import plan
-from .config import Config, configured
+from .config import configured
 from .data import DataError
 from .runner import RESULTS, Context, Stopped, StopSignal, claimed, run
 
@@ -72,31 +72,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _queue(runs: plan.Plan) -> int:
-    """In the order of the plan; what another process works on is waited for only where something depends on it."""
-    context, done = runs.context, 0
-    for stage in runs.stages():
-        configs = _made(stage, context)
-        for number, config in enumerate(configs, 1):
-            if context.stop():
-                raise Stopped("between runs")
-            with claimed(context, config) as ours:
-                if ours and config.key not in context.lines(config.experiment):
-                    line = run(config, context, plan.EXPERIMENTS, f"[{stage.title} {number}/{len(configs)}]")
-                    short = {name: round(value, 4) for name, value in line.result.items() if isinstance(value, float)}
-                    print(f"{stage.title}: {config.command}\n    {short}", flush=True)
-                    done += 1
-    print(f"{done} runs")
+    """In the order of the plan; what waits for runs of another process is tried again after all the rest."""
+    while not all([_is_done(stage, runs.context) for stage in runs.stages()]):  # noqa: C419 - every stage, in turn
+        sleep(5)
     return 0
 
 
-def _made(stage: plan.Stage, context: Context) -> list[Config]:
-    while True:
-        try:
-            return stage.make()
-        except plan.NotChosen:  # another process is at it
-            sleep(5)
-            if context.stop():
-                raise Stopped("between runs") from None
+def _is_done(stage: plan.Stage, context: Context) -> bool:
+    """Run what has no line yet; False if another process works on some of it, or on what it depends on."""
+    try:
+        configs = stage.make()
+    except plan.NotChosen:
+        return False
+    done = True
+    for number, config in enumerate(configs, 1):
+        if context.stop():
+            raise Stopped("between runs")
+        if config.key in context.lines(config.experiment):
+            continue
+        with claimed(context, config) as ours:
+            done = done and ours
+            if ours and config.key not in context.lines(config.experiment):  # it may have been finished meanwhile
+                line = run(config, context, plan.EXPERIMENTS, f"[{stage.title} {number}/{len(configs)}]")
+                short = {name: round(value, 4) for name, value in line.result.items() if isinstance(value, float)}
+                print(f"{stage.title}: {config.command}\n    {short}", flush=True)
+    return done
 
 
 def _smoke(options: argparse.Namespace) -> int:

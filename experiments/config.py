@@ -55,7 +55,8 @@ def _written(value: object) -> str:
 
 def configured(kind: type[C], settings: list[str]) -> C:
     """A configuration from ``name=value`` words."""
-    hints, values = get_type_hints(kind), {}
+    hints: dict[str, Any] = get_type_hints(kind)
+    values: dict[str, Any] = {}
     names = [field.name for field in fields(kind)]
     for setting in settings:
         name, equals, text = setting.partition("=")

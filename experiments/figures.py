@@ -73,7 +73,7 @@ def attack_curves(lines: Mapping[Method, Mapping[int, Line]], out: Path) -> Path
 
 
 def lambda_sweep(scores: Mapping[float, Mapping[int, float]], out: Path) -> Path | None:
-    if not any(weight > 0 for weight in scores):
+    if len(scores) < 3:
         return None
     figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
     plot.lambda_sweep(axis, {weight: list(values.values()) for weight, values in scores.items()}, "top-1 (%)")

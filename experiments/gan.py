@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from . import metrics
 from .config import Config
@@ -83,12 +83,14 @@ class GanTask(Task):
         update(seen, [generator], self.optimizers[0], self.regularizations[0])
         discriminator.zero_grad()
 
+    def parts(self) -> list[nn.Module | torch.optim.Optimizer]:
+        return [*self.models, *self.optimizers]
+
     def state(self) -> State:
-        parts = [*self.models, *self.optimizers]
-        return {str(index): part.state_dict() for index, part in enumerate(parts)}
+        return {str(index): part.state_dict() for index, part in enumerate(self.parts())}
 
     def load(self, state: State) -> None:
-        for index, part in enumerate([*self.models, *self.optimizers]):
+        for index, part in enumerate(self.parts()):
             part.load_state_dict(state[str(index)])
 
     @torch.no_grad()

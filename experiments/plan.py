@@ -94,6 +94,14 @@ class Stage:
     make: Callable[[], list[Config]]
 
 
+@dataclass(frozen=True)
+class Row:
+    """Configurations that are run with every method and seed."""
+
+    title: str
+    configs: tuple[Config, ...]
+
+
 #: The rows, apart from method, rate, lambda and seed.
 CIFAR = Classification(steps=LONG)
 WIDE = Classification(network="wideresnet", width=16)
@@ -166,56 +174,54 @@ class Plan:
             make = lambda: [trial for method in methods for trial in self.trials(experiment, method)]  # noqa: E731
             return Stage(f"choosing, {experiment}", make)
 
-        def runs(title: str, configs: Sequence[Config], methods: Sequence[Method], seeds: Sequence[int]) -> Stage:
-            return Stage(title, lambda: [
-                self.run_of(config, method, seed) for seed in seeds for config in configs for method in methods
+        def runs(row: Row, methods: Sequence[Method], seeds: Sequence[int]) -> Stage:
+            return Stage(row.title, lambda: [
+                self.run_of(config, method, seed) for seed in seeds for config in row.configs for method in methods
             ])  # fmt: skip
 
         def sweep(seeds: Sequence[int]) -> Stage:
             return Stage("lambda sweep", lambda: [config for seed in seeds for config in self.sweep_runs(seed)])
 
-        few, cifar, wide, folders = (
-            ("few labels", list(FEW.values())),
-            ("CIFAR-100, ResNet-18", [CIFAR]),
-            ("CIFAR-100, WideResNet", [WIDE]),
-            ("Tiny-ImageNet", [FOLDERS]),
-        )
-        birds, cars, gan = ("birds", [Neighbours()]), ("cars", [Proxies()]), ("GAN", [Gan()])
-        attack, filters = ("SimBA", [Attack()]), ("spectrum and similarity", [Filters()])
-        first_images = ("inpainting", [Inpainting(image=image) for image in (*FIRST_IMAGES, *TEXT, SAMPLE)])
-        other_images = ("inpainting", [Inpainting(image=image) for image in GREY if image not in FIRST_IMAGES])
+        few = Row("few labels", tuple(FEW.values()))
+        cifar, wide = Row("CIFAR-100, ResNet-18", (CIFAR,)), Row("CIFAR-100, WideResNet", (WIDE,))
+        folders, birds = Row("Tiny-ImageNet", (FOLDERS,)), Row("birds", (Neighbours(),))
+        cars, gan = Row("cars", (Proxies(),)), Row("GAN", (Gan(),))
+        attack, filters = Row("SimBA", (Attack(),)), Row("spectrum and similarity", (Filters(),))
+        shown = (*FIRST_IMAGES, *TEXT, SAMPLE)
+        first_images = Row("inpainting", tuple(Inpainting(image=image) for image in shown))
+        other_images = Row("inpainting", tuple(Inpainting(image=image) for image in GREY if image not in shown))
         methods, first, others = COMPARED, SEEDS[:1], SEEDS[1:]
         if self.smoke:
             methods = METHODS
         yield choosing("classification", methods)
         for row in (few, cifar, attack, filters):
-            yield runs(*row, methods, first)
+            yield runs(row, methods, first)
         yield choosing("inpainting", methods)
         for row in (first_images, folders, birds):
-            yield runs(*row, methods, first)
+            yield runs(row, methods, first)
         yield Stage("time and memory", lambda: [self.sized(Cost())])
-        yield runs(*wide, methods, first)
+        yield runs(wide, methods, first)
         yield sweep(first)
         yield choosing("proxies", methods)
-        yield runs(*cars, methods, first)
+        yield runs(cars, methods, first)
         yield choosing("gan", methods)
-        yield runs(*gan, methods, first)
+        yield runs(gan, methods, first)
         if self.smoke:
             return
         # What needs several seeds or images.
         for row in (few, cifar, attack):
-            yield runs(*row, methods, others)
-        yield runs(*other_images, methods, first)
+            yield runs(row, methods, others)
+        yield runs(other_images, methods, first)
         # The rest.
         for row in (wide, folders, birds, filters, gan, cars):
-            yield runs(*row, methods, others)
+            yield runs(row, methods, others)
         yield sweep(others)
         yield choosing("classification", LATER)
         for row in (few, cifar, attack, filters):
-            yield runs(*row, LATER, SEEDS)
+            yield runs(row, LATER, SEEDS)
         yield choosing("inpainting", LATER)
         for row in (first_images, other_images):
-            yield runs(*row, LATER, first)
+            yield runs(row, LATER, first)
 
 
 #: Sizes of the smoke test.

@@ -119,7 +119,8 @@ class ProxiesTask(Task):
         self.config, self.units = config, config.steps
         parts = [cached_folders("cars196", split, config.size, context) for split in ("train", "test")]
         classes = parts[0].classes
-        data = Labelled(*(torch.cat([getattr(part, name) for part in parts]) for name in ("images", "labels")), classes)
+        images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
+        data = Labelled(images, labels, classes)
         first, end = (classes // 2, classes) if not config.choosing else (classes // 2 * 4 // 5, classes // 2)
         self.train = data.take((data.labels < first).nonzero()[:, 0])
         self.scored = data.take(((data.labels >= first) & (data.labels < end)).nonzero()[:, 0])

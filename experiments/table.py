@@ -322,6 +322,7 @@ def sweep(plan: Plan, out: Path) -> list[str]:
         return ["Not run yet."]
     score = percent("top-1", "accuracy")
     plain = scores.get(0.0, {})
+    missing = [f"{weight:g}" for weight in dict.fromkeys(config.weight for config in planned) if weight not in scores]
     rows = []
     for weight in sorted(scores):
         shared = [value - plain[seed] for seed, value in scores[weight].items() if seed in plain]
@@ -329,6 +330,7 @@ def sweep(plan: Plan, out: Path) -> list[str]:
                      Difference(shared).write(score) if weight and shared else "",
                      f"{mean(losses[weight]):.3g}"])  # fmt: skip
     return [
+        *([f"Not run yet: lambda {', '.join(missing)}."] if missing else []),
         *_figure(lambda_sweep(scores, out), SWEPT.format(rate=rate)),
         table(["lambda", "top-1, %", "minus plain", "orthogonality loss at the end"], rows),
         runs(lines, lambda result: f"{100 * result['accuracy']:.2f}"),

@@ -66,7 +66,8 @@ def _class_folders(root: Path, splits: tuple[str, ...], classes: int, each: int)
 
 def _cub(root: Path, classes: int, each: int) -> None:
     """As CUB_200_2011 is published."""
-    images, splits = [], []
+    images: list[str] = []
+    splits: list[str] = []
     for kind in range(classes):
         folder = f"{kind + 1:03d}.Bird"
         (root / "images" / folder).mkdir(parents=True)
