@@ -106,7 +106,13 @@ class Network(nn.Module):
         for index, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
             rows, channels, *kernel = layer.shape
             convolution = nn.Conv2d(
-                channels * layer.groups, rows, tuple(kernel), layer.stride, groups=layer.groups, bias=False, device="meta"
+                channels * layer.groups,
+                rows,
+                tuple(kernel),
+                layer.stride,
+                groups=layer.groups,
+                bias=False,
+                device="meta",
             )
             convolution.weight = nn.Parameter(weight.detach().clone())
             self.add_module(f"{index}", convolution)
@@ -138,7 +144,9 @@ def model_calls(weights: Sequence[Tensor], layers: Sequence[Layer]) -> dict[str,
         assert grad is not None
         error = float((parameter.grad - grad).norm() / grad.norm())
         if not error <= 2e-3:  # what is left of a difference of two nearly equal weights in float32
-            raise ValueError(f"{PROJECT}: layer {layers[index].label} moved along another direction, off by {error:.1e}")
+            raise ValueError(
+                f"{PROJECT}: layer {layers[index].label} moved along another direction, off by {error:.1e}"
+            )
     model.zero_grad()
     return {IN_LOSS: in_loss, ADD_GRAD: add_grad, PROJECT: reg.project_}
 
@@ -193,7 +201,9 @@ def fastest_exact(rows: Rows) -> str:
 def _title(section: str) -> str:
     network = section.partition(",")[0]
     count = sum(layer.count for layer in NETWORKS.get(network, ()))
-    return f"{section}: {count} convolutions" if count else {"shapes": "Single shapes with targets"}.get(section, section)
+    return (
+        f"{section}: {count} convolutions" if count else {"shapes": "Single shapes with targets"}.get(section, section)
+    )
 
 
 def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
@@ -212,7 +222,9 @@ def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
             totals = {name: total + count * (values[name] or float("nan")) for name, total in totals.items()}
         target = targets[subject].ratio if subject in targets else NETWORK_RATIOS.get(subject) if is_network else None
         speed_up = ratio(values[REFERENCE], values[FUSED])
-        verdict = "" if target is None or speed_up is None else f"{target:g}x {'met' if speed_up >= target else 'missed'}"
+        verdict = (
+            "" if target is None or speed_up is None else f"{target:g}x {'met' if speed_up >= target else 'missed'}"
+        )
         winner = fastest_exact(own)
         body.append(
             [
@@ -231,7 +243,17 @@ def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
         sums = [milliseconds(total) if total == total else "-" for total in totals.values()]
         total = [f"{section}, sum of layers", "", "", *sums, times(totals[REFERENCE] / totals[FUSED]), "", "", "", ""]
         body.insert(len(body) - 1, total)
-    header = ["layer", "count", "plan", *(f"{name} ms" for name in EXACT), "speed-up", "bound", "share", "fastest", "target"]
+    header = [
+        "layer",
+        "count",
+        "plan",
+        *(f"{name} ms" for name in EXACT),
+        "speed-up",
+        "bound",
+        "share",
+        "fastest",
+        "target",
+    ]
     return markdown(header, body, left=(0, 2, len(header) - 2, len(header) - 1))
 
 
@@ -252,7 +274,13 @@ def others_table(rows: Rows, section: str) -> str:
                 times(ratio(values[FUSED], values[KERNEL])),
             ]
         )
-    header = ["layer", *(f"{name} ms" for name in OTHERS), "fused, all lags ms", "kernel: plain / fused", "all lags / plain kernel"]
+    header = [
+        "layer",
+        *(f"{name} ms" for name in OTHERS),
+        "fused, all lags ms",
+        "kernel: plain / fused",
+        "all lags / plain kernel",
+    ]
     return markdown(header, body)
 
 
@@ -285,7 +313,9 @@ def precisions_table(rows: Rows) -> str:
                     names = (REFERENCE, FUSED_TORCH, FUSED)
                     cells = [milliseconds(own.median(contender=name)) for name in names]
                     body.append([subject, dtype, measure, *cells])
-    return markdown(["layer", "dtype", "measured", "reference ms", "fused, torch backend ms", "fused ms"], body, (0, 1, 2))
+    return markdown(
+        ["layer", "dtype", "measured", "reference ms", "fused, torch backend ms", "fused ms"], body, (0, 1, 2)
+    )
 
 
 LEGEND = (
@@ -325,10 +355,23 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
             bound = ratio(own.median(contender=REFERENCE), own.median(contender=BOUND))
             details = own.every[0].details
             network = details.get("role") == "network"
-            label = f"{subject}: all, one call" if network else f"{subject}  ×{details['count']}" if details["count"] > 1 else subject
+            label = (
+                f"{subject}: all, one call"
+                if network
+                else f"{subject}  ×{details['count']}"
+                if details["count"] > 1
+                else subject
+            )
             bars.append(figures.Bar(label, speed_up or 0.0, bound, network))
         environment = kept.every[0].environment
-        drawn.append(figures.speed_ups(folder / f"compare-{section.replace(', ', '-').replace(' ', '-')}.png", _title(section), bars, environment))
+        drawn.append(
+            figures.speed_ups(
+                folder / f"compare-{section.replace(', ', '-').replace(' ', '-')}.png",
+                _title(section),
+                bars,
+                environment,
+            )
+        )
     networks = {}
     for section in sections_of(rows):
         kept = rows.where(section=section, measure=BOTH)
@@ -365,7 +408,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--panels", action="store_true", help="compare panels with the BLAS instead (CPU only)")
     parser.add_argument("--loss-only", action="store_true", help="layers without their gradient")
     parser.add_argument(
-        "--contenders", nargs="+", choices=[*CONTENDERS, "all"], default=list(USUAL), help="per layer (default: all but compiled)"
+        "--contenders",
+        nargs="+",
+        choices=[*CONTENDERS, "all"],
+        default=list(USUAL),
+        help="per layer (default: all but compiled)",
     )
     options = parser.parse_args(arguments)
     if options.panels and options.device != "cpu":

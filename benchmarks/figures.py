@@ -83,7 +83,9 @@ def totals(path: Path, networks: Mapping[str, Mapping[str, float]], environment:
     figure, axis = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
     width = 0.86 / len(names)
     for index, name in enumerate(names):
-        places = [at + (index - (len(names) - 1) / 2) * width for at, values in enumerate(networks.values()) if name in values]
+        places = [
+            at + (index - (len(names) - 1) / 2) * width for at, values in enumerate(networks.values()) if name in values
+        ]
         heights = [values[name] * 1e3 for values in networks.values() if name in values]
         axis.bar(places, heights, width * 0.92, label=name, color=COLOURS[index % len(COLOURS)])
     axis.set_yscale("log")
@@ -120,7 +122,9 @@ def lines(
     for axis, (name, series) in zip(axes.flat, panels.items(), strict=False):
         for index, line in enumerate(series):
             style = {"linestyle": "--", "marker": ""} if line.dashed else {"linestyle": "-", "marker": "o"}
-            axis.plot(line.x, line.y, color=GREY if line.dashed else COLOURS[index], label=line.label, markersize=4, **style)
+            axis.plot(
+                line.x, line.y, color=GREY if line.dashed else COLOURS[index], label=line.label, markersize=4, **style
+            )
         axis.set_xscale("log", base=2)
         ticks = sorted({value for line in series for value in line.x})
         ticks = ticks if len(ticks) <= 9 else ticks[::2]

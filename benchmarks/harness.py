@@ -41,9 +41,7 @@ class Harness:
     def __init__(self, command: str, options: argparse.Namespace, gradient: bool = True) -> None:
         self.command = command
         self.options = options
-        self.settings = Settings(
-            options.device, DTYPES[options.dtype], options.threads, gradient, options.precision
-        )
+        self.settings = Settings(options.device, DTYPES[options.dtype], options.threads, gradient, options.precision)
         self.settings.apply()
         self.timer = make_timer(options.device)
         self.rows: list[Row] = []
@@ -155,5 +153,3 @@ def run(main: Callable[[], None]) -> None:
     except (WrongResultError, ValueError) as error:
         raise SystemExit(f"error: {error}") from error
     print(f"Took {perf_counter() - start:.0f} s")
-
-

@@ -26,7 +26,15 @@ def milliseconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     value = seconds * 1e3
-    return f"{value:.3f}" if value < 1 else f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return (
+        f"{value:.3f}"
+        if value < 1
+        else f"{value:.2f}"
+        if value < 10
+        else f"{value:.1f}"
+        if value < 100
+        else f"{value:.0f}"
+    )
 
 
 def times(ratio: float | None) -> str:
