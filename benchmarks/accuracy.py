@@ -3,8 +3,8 @@
     python benchmarks/accuracy.py            every algorithm that a layer's candidates offer, random and near orthogonal
     python benchmarks/accuracy.py --quick    one seed
 
-Weights of float32, bfloat16 and float16 by every plan on the CPU, beside F.conv2d in the same dtype; and float32 weights
-with the operands of products rounded to TF32 or bfloat16 as tensor cores do, emulated.
+Weights of float32, bfloat16 and float16 by every plan on the CPU, beside F.conv2d in the same dtype; and weights of
+float32 with the operands of products rounded to TF32 or bfloat16 as tensor cores do, emulated.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ocnn_fused.plan import AnyPlan, FourierPlan, candidates
 from ocnn_fused.problem import DEFAULT_OPTIONS
 
 sys.path.append(str(ROOT / "tests"))
-from oracle import near  # noqa: E402
-from rounding import gradient as rounded_gradient  # noqa: E402
+from oracle import near
+from rounding import gradient as rounded_gradient
 
 COMMAND = "accuracy"
 LAYERS = (
@@ -156,7 +156,7 @@ def tables(rows: Rows) -> str:
     header = ["layer", "weights", "precision", "algorithm", "loss", "gradient", "gradient / F.conv2d's", "remark"]
     return markdown(header, body, (0, 1, 2, 3, 7)) + (
         "\n\nRelative to the norm of the exact loss or gradient; medians over seeds. Near orthogonal: moved by a "
-        f"thousandth of its length from an exactly orthogonal kernel, where loss and gradient are small differences "
+        "thousandth of its length from an exactly orthogonal kernel, where loss and gradient are small differences "
         "and every algorithm loses digits. TF32 and bfloat16 products are emulated; `F.conv2d` is not among them."
     )
 

@@ -43,7 +43,7 @@ from harness import Harness, disturbed, parser_of, run
 from panels import table as panels_table
 from record import Row, Rows
 from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer
-from steps import DTYPES, Settings, expand, make_weights
+from steps import DTYPES, Settings, expand, make_weights, module_of
 from tables import markdown, milliseconds, number, ratio, times
 from torch import Tensor, nn
 
@@ -104,16 +104,7 @@ class Network(nn.Module):
     def __init__(self, layers: Sequence[Layer], weights: Sequence[Tensor]) -> None:
         super().__init__()
         for index, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
-            rows, channels, *kernel = layer.shape
-            convolution = nn.Conv2d(
-                channels * layer.groups,
-                rows,
-                tuple(kernel),
-                layer.stride,
-                groups=layer.groups,
-                bias=False,
-                device="meta",
-            )
+            convolution = module_of(layer)
             convolution.weight = nn.Parameter(weight.detach().clone())
             self.add_module(f"{index}", convolution)
 
@@ -139,7 +130,7 @@ def model_calls(weights: Sequence[Tensor], layers: Sequence[Layer]) -> dict[str,
     before = [parameter.detach().clone() for parameter in parameters]
     reg.project_(rate=1e-3)  # short, so that no step is halved
     for index, (parameter, old) in enumerate(zip(parameters, before, strict=True)):
-        loss, grad = judge.expected(paper, index)
+        _, grad = judge.expected(paper, index)
         parameter.grad = (old - parameter.detach()) * 8e3
         assert grad is not None
         error = float((parameter.grad - grad).norm() / grad.norm())

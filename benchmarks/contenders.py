@@ -219,7 +219,7 @@ CONTENDERS: dict[str, Contender] = {
         Contender(
             AUTHORS, "the published code: norm, padding 1", definitions.authors, _authors, plain_only=True
         ),
-        Contender(KERNEL, "||W W^T - I||^2 of the flattened weight, autograd", definitions.kernel_smaller, _plain_kernel),
+        Contender(KERNEL, "||W W^T - I||^2 of the flat weight, autograd", definitions.kernel_smaller, _plain_kernel),
         Contender(
             SRIP, "spectral norm of W^T W - I, one power step, autograd", definitions.srip, _plain_srip,
             plain_only=True,

@@ -25,8 +25,10 @@ def correlation(kernels: Tensor, offset: tuple[int, ...]) -> Tensor:
     """``Z_d`` of grouped kernels, ``(groups, rows, rows)``: rows of the first factor are ``d`` taps ahead."""
 
     def taps(sign: int) -> Tensor:
-        pairs = zip(offset, kernels.shape[3:], strict=True)
-        return kernels[(..., *(slice(max(sign * d, 0), k + min(sign * d, 0)) for d, k in pairs))].flatten(2)
+        kept, pairs = kernels, zip(offset, kernels.shape[3:], strict=True)
+        for axis, (d, k) in enumerate(pairs, 3):
+            kept = kept.narrow(axis, max(sign * d, 0), k - abs(d))
+        return kept.flatten(2)
 
     return taps(1) @ taps(-1).mT
 
@@ -100,7 +102,7 @@ def srip_start(size: int) -> Tensor:
 
 
 def srip(weight: Tensor, layer: Layer) -> Tensor:
-    """SRIP's published estimate of the squared spectral norm of ``W^T W - I``: one power step, all of it in the graph."""
+    """SRIP's published estimate of the squared spectral norm of ``W^T W - I``: one power step, all in the graph."""
     matrix = weight.flatten(1)
 
     def residual(vector: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ class Harness:
 def disturbed(rows: Iterable[Row]) -> str:
     """A sentence if others used the machine too much, else nothing."""
     every = list(rows)
-    shares = [row.disturbance for row in every if (row.disturbance or 0.0) > DISTURBED]
+    shares = [share for row in every if (share := row.disturbance or 0.0) > DISTURBED]
     if not shares:
         return ""
     return (

@@ -35,6 +35,8 @@ COMMAND = "memory"
 RESOLUTION = 1 << 20
 #: ResNet-34's largest layer should need at most this share of the reference's memory.
 TARGET = 0.6
+#: And a huge layer at most so many times its weight: the gradient, and as much again to work with, and some.
+HUGE_TARGET = 3.0
 LARGEST, HUGE = Layer("largest", (512, 512, 3, 3)), Layer("huge", (4096, 4096, 3, 3))
 LAYERS = (*NETWORKS["resnet34"], Layer("expand", (2048, 512, 1, 1)), Layer("7x7", (64, 64, 7, 7)))
 NAMES = (REFERENCE, KERNEL, FUSED)

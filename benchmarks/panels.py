@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from shapes import Layer
 from contenders import CONTENDERS, FUSED, Judge
+from shapes import Layer
 from steps import Settings, make_weights
 from timing import EAGER, Effort, Timer, interleave
 

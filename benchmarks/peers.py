@@ -1,12 +1,12 @@
-"""What a user of hard orthogonality pays instead: a training step of one network, its convolutions made by each package.
+"""What a user of hard orthogonality pays instead: a training step of one network, its convolutions by each package.
 
     make peers                                 installs orthogonium, deel-torchlip and geotorch, without dependencies
     python benchmarks/peers.py                 all that are installed; the others are named as missing
     python benchmarks/peers.py --width 64      a wider network
 
-For each: seconds added to the plain step, the largest and smallest singular value of any convolution after some steps of
-training, and whether a layer of it trains in bfloat16 and under torch.compile(fullgraph=True), tried and not claimed.
-Convolutions have circular padding, for which the singular values are exact.
+For each: seconds added to the plain step, the largest and smallest singular value of any convolution after some steps
+of training, and whether a layer of it trains in bfloat16 and under torch.compile(fullgraph=True), tried and not
+claimed. Convolutions have circular padding, for which the singular values are exact.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import figures
 import torch
@@ -37,9 +38,9 @@ COMMAND = "peers"
 SIZE, CLASSES = 32, 10
 STEP, ADDED, LARGEST, SMALLEST = "training step", "added", "largest singular value", "smallest singular value"
 BF16, COMPILE, MISSING = "bfloat16", "torch.compile", "missing"
-PLAIN = "plain Conv2d"
+PLAIN, IN_LOSS = "plain Conv2d", "ours: reg()"
 RATE = 0.05
-#: lambda of the soft contenders here: strong, so that the values reached are those of a network that is held orthogonal.
+#: lambda of the soft contenders: strong, so that the values reached are those of a network that is held orthogonal.
 WEIGHT = 0.05
 
 
@@ -99,7 +100,7 @@ PEERS = (
     Peer("orthogonium AOC", _orthogonium, "orthogonium", "orthogonium"),
     Peer("deel-torchlip SpectralConv2d", _torchlip, "deel", "deel-torchlip"),
     Peer("geotorch.orthogonal", _geotorch, "geotorch", "geotorch"),
-    Peer("ours: reg()", _orthogonal_start, regularised="reg()", ours=True),
+    Peer(IN_LOSS, _orthogonal_start, regularised="reg()", ours=True),
     Peer("ours: add_grad_", _orthogonal_start, regularised="add_grad_", ours=True),
     Peer("ours: project_", _orthogonal_start, regularised="project_", ours=True),
 )
@@ -112,7 +113,7 @@ class Network(nn.Module):
         super().__init__()
         plan = [(3, width, 1), (width, width, 1), (width, 2 * width, 2)]
         plan += [(2 * width, 2 * width, 1), (2 * width, 4 * width, 2), (4 * width, 4 * width, 1)]
-        self.convolutions = nn.ModuleList(convolution(*one) for one in plan)
+        self.convolutions: Any = nn.ModuleList(convolution(*one) for one in plan)  # each with what a Conv2d has
         self.classifier = nn.Linear(4 * width, CLASSES)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -143,7 +144,7 @@ class Training:
         for index, layer in enumerate(self.model.convolutions):
             with torch.no_grad():
                 y = layer(x)
-                wanted = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), layer.weight, stride=layer.stride)  # type: ignore[arg-type]
+                wanted = F.conv2d(F.pad(x, (1, 1, 1, 1), mode="circular"), layer.weight, stride=layer.stride)
             error = float((y - wanted).norm() / wanted.norm())
             if not error <= 1e-4:
                 raise WrongResultError(
@@ -168,11 +169,11 @@ class Training:
         """Largest and smallest singular value of any convolution but the first, which widens 3 channels."""
         size, found = SIZE, []
         for layer in self.model.convolutions:
-            stride = layer.stride[0]  # type: ignore[index]
+            stride = layer.stride[0]
             if layer.in_channels > 3:
-                values = singular_values(layer.weight.detach(), size, stride=stride, progress=False)  # type: ignore[arg-type]
+                values = singular_values(layer.weight.detach(), size, stride=stride, progress=False)
                 found.append((float(values.max()), float(values.min())))
-            size //= stride  # type: ignore[assignment]
+            size //= stride
         return max(high for high, _ in found), min(low for _, low in found)
 
 

@@ -1,7 +1,7 @@
 """Several processes: what each rank pays for its share of the layers, what is sent for it, and what more ranks would.
 
 Under DistributedDataParallel every rank computes some layers, times the number of ranks, and the averaging of gradients
-that happens anyway makes the whole of it. Here real processes (gloo, one thread each) measure the seconds of each rank's
+that happens anyway makes the whole of it. Here real processes (gloo, one thread each) measure the seconds of a rank's
 share and count the bytes that are averaged, with and without the regulariser; the shares are also predicted from the
 layers' times, measured alone. The same prediction, for as many ranks as nobody has here, is the table of docs/scale.md.
 """
@@ -27,7 +27,7 @@ from harness import Harness
 from record import BYTES, COUNT, SECONDS, Rows
 from resnet import ResNet
 from shapes import NETWORKS, Layer
-from steps import Settings, make_weights
+from steps import Settings, make_weights, module_of
 from tables import markdown, megabytes, milliseconds, number, ratio, times
 from timing import CpuTimer, Disturbance, Effort, interleave
 from torch import nn
@@ -55,7 +55,7 @@ class Counted:
     def __init__(self) -> None:
         self.bytes = self.messages = 0
 
-    def __call__(self, group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def average(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
         buffer = bucket.buffer()
         self.bytes += buffer.nbytes
         self.messages += 1
@@ -70,7 +70,8 @@ def _data_parallel(rank: int, world: int) -> dict[str, Any]:
     """One rank: seconds of its share, and bytes averaged without and with the regulariser."""
     model = DistributedDataParallel(model_of())
     sent = Counted()
-    model.register_comm_hook(None, sent)
+    # Not the method itself: DDP wants annotations that are not strings, or none.
+    model.register_comm_hook(None, lambda _, bucket: sent.average(bucket))
     reg = OrthRegularizer(model, 0.01)
     images, labels = torch.randn(2, 3, 32, 32), torch.zeros(2, dtype=torch.long)
     found: dict[str, Any] = {}
@@ -253,9 +254,7 @@ def beyond(layers: Sequence[tuple[float, float, int]], world: int) -> tuple[floa
 
 def estimate(layer: Layer) -> float:
     """The regulariser's own estimate of a layer."""
-    module = nn.Conv2d(
-        layer.shape[1] * layer.groups, layer.shape[0], layer.shape[2:], layer.stride, groups=layer.groups, bias=False
-    )  # type: ignore[arg-type]
+    module = module_of(layer)
     [only] = OrthRegularizer(nn.Sequential(module), include="*").layers.values()
     return only.cost(8)
 

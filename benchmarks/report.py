@@ -23,14 +23,14 @@ import compare
 import latency
 import memory
 import peers
+import promises
 import ranks
 import scaling
 import training_overhead
-from contenders import CONTENDERS, FUSED, FUSED_KERNEL, KERNEL, ONE_BY_ONE, REFERENCE
+from contenders import CONTENDERS
 from harness import DISTURBED
 from record import KEPT, ROOT, Rows, load
-from shapes import NETWORK_RATIOS
-from tables import markdown, ratio
+from tables import markdown
 
 DOCS = ROOT / "docs"
 COMMANDS = {
@@ -78,165 +78,6 @@ def run_part(name: str, out: Path, threads: int) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Promises: what the project wants to hold, judged by the kept rows
-# ----------------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Promise:
-    what: str
-    wanted: str
-    found: str
-    holds: bool | None  # None: not measured
-
-
-def _judge(
-    what: str, wanted: str, value: float | None, limit: float, at_least: bool, pattern: str = "{:.1f}x"
-) -> Promise:
-    holds = None if value is None else (value >= limit if at_least else value <= limit)
-    return Promise(what, wanted, "not measured" if value is None else pattern.format(value), holds)
-
-
-def promises(kept: dict[str, Rows]) -> list[Promise]:
-    compared = kept["compare"]
-    found: list[Promise] = []
-    for network, target in NETWORK_RATIOS.items():
-        whole = compared.where(section=network, subject=network, measure=compare.BOTH)
-        value = ratio(whole.median(contender=REFERENCE), whole.median(contender=FUSED))
-        found.append(_judge(f"{network}, one call, reference / fused", f"at least {target:g}x", value, target, True))
-    slower, rows = [], 0
-    for network in NETWORK_RATIOS:
-        section = compared.where(section=network, measure=compare.BOTH)
-        for subject in section.names("subject"):
-            rows += 1
-            winner = compare.fastest_exact(section.where(subject=subject))
-            slower += [f"{network} {subject} ({winner})"] if winner != FUSED else []
-    text = ", ".join(slower) if slower else f"all {rows}"
-    found.append(
-        Promise("fused is the fastest exact contender in every row", "every row", text, not slower if rows else None)
-    )
-    slower, rows = [], 0
-    for network in NETWORK_RATIOS:
-        section = compared.where(section=network, measure=compare.BOTH)
-        for subject in section.names("subject"):
-            own = section.where(subject=subject)
-            plain, ours = own.median(contender=KERNEL), own.median(contender=FUSED_KERNEL)
-            if plain and ours:
-                rows += 1
-                slower += [f"{network} {subject} ({plain / ours:.2f}x)"] if ours > plain else []
-    text = ", ".join(slower) if slower else f"all {rows}"
-    found.append(
-        Promise(
-            "our kernel orthogonality is faster than the plain one", "every row", text, not slower if rows else None
-        )
-    )
-    whole = compared.where(section="resnet34", subject="resnet34", measure=compare.BOTH)
-    value = ratio(whole.median(contender=FUSED), whole.median(contender=KERNEL))
-    found.append(
-        _judge("ResNet-34, all lags / plain kernel orthogonality", "at most 1.6x", value, 1.6, False, "{:.2f}x")
-    )
-    loss = compared.where(section="resnet34", subject="resnet34", measure=compare.LOSS)
-    value = ratio(loss.median(contender=REFERENCE), loss.median(contender=FUSED))
-    found.append(_judge("ResNet-34, loss only, reference's forward / fused", "at least 10x", value, 10, True))
-    small = compared.where(section=compare.FOREACH, measure=compare.BOTH)
-    fused = small.median(contender=FUSED)
-    found.append(
-        _judge(
-            "50 small layers, 50 reference calls / foreach",
-            "at least 5x",
-            ratio(small.median(contender=REFERENCE), fused),
-            5,
-            True,
-        )
-    )
-    found.append(
-        _judge(
-            "50 small layers, 50 fused calls / foreach",
-            "at least 1.3x",
-            ratio(small.median(contender=ONE_BY_ONE), fused),
-            1.3,
-            True,
-            "{:.2f}x",
-        )
-    )
-    for layer in scaling.THREAD_LAYERS:
-        own = kept["scaling"].where(section=scaling.THREADS, subject=layer.label)
-        value = ratio(own.median(contender=f"{FUSED}, 1"), own.median(contender=f"{FUSED}, 2"))
-        found.append(
-            _judge(
-                f"{layer.label}, one thread / two threads",
-                "at least 1.6x",
-                value,
-                scaling.THREAD_TARGET,
-                True,
-                "{:.2f}x",
-            )
-        )
-    for section, limit in latency.TARGETS.items():
-        own = [
-            row for row in kept["latency"].where(section=section, contender=FUSED) if row.subject != "loss and gradient"
-        ]
-        worst = max((row.p50 for row in own), default=None)
-        found.append(
-            _judge(
-                f"{section}, slowest of {len(own)}",
-                f"at most {limit * 1e3:g} ms",
-                None if worst is None else worst * 1e3,
-                limit * 1e3,
-                False,
-                "{:.3f} ms",
-            )
-        )
-    own = kept["memory"].where(subject=memory.LARGEST.label)
-    value = ratio(own.median(contender=FUSED), own.median(contender=REFERENCE))
-    found.append(
-        _judge(
-            f"memory of {memory.LARGEST.label}, fused / reference",
-            f"at most {memory.TARGET:g}",
-            value,
-            memory.TARGET,
-            False,
-            "{:.2f}",
-        )
-    )
-    huge = kept["memory"].get(subject=memory.HUGE.label, contender=FUSED)
-    value = None if huge is None else huge.p50 / huge.details["weight_bytes"]
-    found.append(
-        _judge(
-            f"memory of {memory.HUGE.label}, beyond the weight, in weights",
-            "at most 3 (gradient included)",
-            value,
-            3,
-            False,
-            "{:.2f}",
-        )
-    )
-    sections = kept["peers"].names("section")
-    if sections:
-        added = kept["peers"].where(section=sections[-1], measure=peers.ADDED)
-        ours = {row.contender: row.p50 for row in added if row.details["ours"]}
-        hard = {row.contender: row.p50 for row in added if not row.details["ours"] and row.contender != peers.PLAIN}
-        if ours and hard:
-            least = min(hard, key=lambda name: hard[name])
-            text = f"reg() {ours['ours: reg()'] * 1e3:+.1f} ms, cheapest hard layer {least} {hard[least] * 1e3:+.1f} ms"
-            found.append(
-                Promise(
-                    "reg() is cheaper than every hard layer in a training step",
-                    "every one",
-                    text,
-                    ours["ours: reg()"] < hard[least],
-                )
-            )
-    return found
-
-
-def promises_table(kept: dict[str, Rows]) -> str:
-    verdicts = {True: "holds", False: "does not hold", None: "not measured"}
-    body = [[one.what, one.wanted, one.found, verdicts[one.holds]] for one in promises(kept)]
-    return markdown(["what", "wanted", "measured", "verdict"], body, (0, 1, 2, 3))
-
-
-# ----------------------------------------------------------------------------------------------------------------------
 # Pages
 # ----------------------------------------------------------------------------------------------------------------------
 
@@ -257,16 +98,16 @@ ABOUT: dict[str, tuple[str, str]] = {
     ),
     "training_overhead": (
         "A training step, and the paper's table",
-        "The same step without a regulariser, with the paper's formula, with plain kernel orthogonality, and with ours.",
+        "The same step plain, with the paper's formula, with plain kernel orthogonality, and with ours.",
     ),
     "scaling": ("Growth", "Fitted exponents of the time beside those of the arithmetic."),
     "memory": ("Memory", "Each row was measured in a process of its own."),
     "accuracy": ("Accuracy", "What fewer products cost in digits."),
     "peers": (
         "Hard orthogonality",
-        "What other packages pay to keep a layer orthogonal, or 1-Lipschitz, by construction: the same network of six 3x3 "
-        "convolutions, trained for the same steps. `reg()` and `project_` start from exactly orthogonal kernels and pull "
-        "towards them; they do not enforce. A package that is not installed is named as such.",
+        "What other packages pay to keep a layer orthogonal, or 1-Lipschitz, by construction: the same network of six "
+        "3x3 convolutions, trained for the same steps. `reg()` and `project_` start from exactly orthogonal kernels "
+        "and pull towards them; they do not enforce. A package that is not installed is named as such.",
     ),
     "latency": ("Fixed costs", "Import, first call and a warm call."),
 }
@@ -290,9 +131,9 @@ def machines(kept: dict[str, Rows]) -> str:
     return "\n".join(lines)
 
 
-CAVEAT = """Ratios against `F.conv2d` depend on the machine. With AVX-512 oneDNN computes `F.conv2d` twice as fast as with
-AVX2, while the BLAS that torch brings does not gain as much, so the same code shows smaller ratios there. *Bound* is what
-the plan's products allow on the machine at hand; a backend with products of its own can exceed it."""
+CAVEAT = """Ratios against `F.conv2d` depend on the machine. With AVX-512 oneDNN computes `F.conv2d` twice as fast as
+with AVX2, while the BLAS that torch brings does not gain as much, so the same code shows smaller ratios there. *Bound*
+is what the plan's products allow on the machine at hand; a backend with products of its own can exceed it."""
 
 
 def contenders_table() -> str:
@@ -307,7 +148,9 @@ def disturbed_note(rows: Rows) -> str:
     if not loud:
         return ""
     worst = max(row.disturbance or 0.0 for row in loud)
-    return f"\n\nDuring {len(loud)} of {len(rows)} rows others used more than {DISTURBED:.0%} of the CPU, at most {worst:.0%}."
+    return (
+        f"\n\nIn {len(loud)} of {len(rows)} rows others used more than {DISTURBED:.0%} of the CPU, at most {worst:.0%}."
+    )
 
 
 def page(kept: dict[str, Rows], pictures: dict[str, list[Path]]) -> str:
@@ -318,7 +161,7 @@ def page(kept: dict[str, Rows], pictures: dict[str, list[Path]]) -> str:
         machines(kept),
         CAVEAT,
         "## What should hold, and whether it does",
-        promises_table(kept),
+        promises.table(kept),
     ]
     for command, module in COMMANDS.items():
         rows = kept[command]
@@ -335,12 +178,13 @@ def page(kept: dict[str, Rows], pictures: dict[str, list[Path]]) -> str:
 
 SCALE = """# Scale beyond one machine
 
-Under DistributedDataParallel each rank computes some of the layers, times the number of ranks; the averaging of gradients
-that happens in every step anyway turns the shares into the whole. So nothing is sent for the regulariser, and its time
-falls until the busiest rank has a single layer, the most expensive one: from there on more ranks change nothing.
+Under DistributedDataParallel each rank computes some of the layers, times the number of ranks; the averaging of
+gradients that happens in every step anyway turns the shares into the whole. So nothing is sent for the regulariser,
+and its time falls until the busiest rank has a single layer, the most expensive one: from there on more ranks change
+nothing.
 
-The table adds up the layers' times measured by `compare.py` (loss and gradient, in one process) over the shares that the
-regulariser makes for so many ranks. *Imbalance* is the busiest rank over the mean."""
+The table adds up the layers' times measured by `compare.py` (loss and gradient, in one process) over the shares that
+the regulariser makes for so many ranks. *Imbalance* is the busiest rank over the mean."""
 
 REAL = """## Checked against real processes
 
@@ -350,9 +194,10 @@ The bytes are counted by a communication hook: with and without `reg()` the same
 
 SHARDED = """## FSDP2
 
-With `fully_shard` there is no such sharing: a weight is in pieces, and all ranks gather it together. Every rank computes
-every layer, so the time does not fall with the ranks, and the weights are gathered once more per step: {bytes:.1f} MB for
-the {layers} layers of that ResNet-18, in {count:.0f} collectives of forward and backward, counted with 2 real processes.
+With `fully_shard` there is no such sharing: a weight is in pieces, and all ranks gather it together. Every rank
+computes every layer, so the time does not fall with the ranks, and the weights are gathered once more per step:
+{bytes:.1f} MB for the {layers} layers of that ResNet-18, in {count:.0f} collectives of forward and backward, counted
+with 2 real processes.
 In a step of large images or batches that is little beside the gathering that FSDP2 does anyway (once or twice in every
 step); where it matters, `every=n` pays it at every n-th step only."""
 

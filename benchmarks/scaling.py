@@ -3,8 +3,8 @@
     python benchmarks/scaling.py                           everything
     python benchmarks/scaling.py --axis channels threads   these axes
 
-The exponent of an axis is the slope of a straight line through the logarithms of times and sizes, over the upper half of
-the sizes; that of the arithmetic is the slope of the multiply-adds of the chosen plans over the same sizes.
+The exponent of an axis is the slope of a straight line through the logarithms of times and sizes, over the upper half
+of the sizes; that of the arithmetic is the slope of the multiply-adds of the chosen plans over the same sizes.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ AXES = {
             "channels", "channels C of a CxCx3x3 layer", (16, 32, 64, 128, 256, 512, 1024, 2048),
             (16, 32, 64, 128, 256, 512),
             lambda size: [Layer("square", (size, size, 3, 3))],
-            "Products grow with C^3, everything else (planes, mixing, gathering) with C^2, and a call has a fixed cost; "
-            "larger products also run at a better rate. So the slope is below 3 and comes closer to it as C grows.",
+            "Products grow with C^3, everything else (planes, mixing, gathering) with C^2, and a call has a fixed "
+            "cost; larger products run at a better rate too. So the slope is below 3, and nearer to it as C grows.",
         ),
         Axis(
             "kernel", "taps k of a 16x16xkxk layer", (1, 3, 5, 7, 9, 11, 15, 21, 31), (1, 3, 5, 7, 9, 15),
             lambda size: [Layer("square", (16, 16, size, size))],
             "Up to 5 taps the products are evaluations at (2k-1)^2 points, above that frequencies, of which there are "
-            "as many; tables and transforms grow alike. Matrices of 16x16 are too small for the full rate, and the FFT's "
-            "sizes jump to those that it likes.",
+            "as many; tables and transforms grow alike. Matrices of 16x16 are too small for the full rate, and the "
+            "FFT's sizes jump to those that it likes.",
         ),
         Axis(
             "layers", "layers of 32x32x3x3 in one call", (1, 2, 5, 10, 20, 50, 100, 200), (1, 2, 5, 10, 20, 50),
             lambda size: [Layer("small", (32, 32, 3, 3), count=size)],
-            "The fixed cost of a call is paid once however many layers there are, so that the first ones are nearly free.",
+            "The fixed cost of a call is paid once however many layers there are: the first ones are nearly free.",
         ),
     )
 }  # fmt: skip

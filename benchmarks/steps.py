@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 from shapes import Layer
-from torch import Tensor
+from torch import Tensor, nn
 
 #: Largest relative error of (a loss, a gradient) that still counts as the same result. Half types are compared with the
 #: float32 reference of the same weights, so theirs is the rounding of the gradient to the weight's dtype.
@@ -77,3 +77,10 @@ def make_weights(layers: Sequence[Layer], settings: Settings) -> list[Tensor]:
         weight = torch.randn(layer.shape, generator=generator) * (2 / prod(layer.shape[1:])) ** 0.5
         weights.append(weight.to(settings.device, settings.dtype).requires_grad_(settings.gradient))
     return weights
+
+
+def module_of(layer: Layer) -> nn.Conv2d:
+    """A module with the layer's geometry; its weight holds no memory."""
+    rows, channels, height, width = layer.shape
+    inputs = channels * layer.groups
+    return nn.Conv2d(inputs, rows, (height, width), layer.stride, groups=layer.groups, bias=False, device="meta")

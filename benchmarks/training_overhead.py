@@ -91,7 +91,8 @@ class Training:
         return WEIGHT * sum(loss(weight, layer) for weight, layer in layers)  # type: ignore[return-value]
 
     def value(self, which: str) -> Tensor:
-        return {REFERENCE: self.reference, KERNEL: self.kernel, IN_LOSS: self.reg}[which]()
+        values: dict[str, Callable[[], Tensor]] = {REFERENCE: self.reference, KERNEL: self.kernel, IN_LOSS: self.reg}
+        return values[which]()
 
     def step(self, which: str) -> None:
         loss = F.cross_entropy(self.model(self.images), self.labels)
@@ -271,10 +272,10 @@ def epochs_table(rows: Rows) -> str:
 LEGEND = (
     "*adds*: the step minus the plain step of the same round, median over the rounds: a small difference of large "
     "numbers. *alone*: value and gradient of the regulariser (for `project_` the move) without the rest of the step, "
-    "which is steadier. Per epoch: the plain step is taken to grow in proportion to the batch, the regulariser does not "
-    "see it, and an epoch is the images of CIFAR-10 (50,000 and 10,000) or ImageNet (1,281,167 and 50,000). At test time "
-    "no variant costs anything. The paper's own table (ResNet-34, ImageNet, batch 256, one GTX 1080 Ti): 49.5 minutes "
-    "plain, 51.0 (+3%) with kernel orthogonality, 54.1 (+9%) with the paper's loss."
+    "which is steadier. Per epoch: the plain step is taken to grow in proportion to the batch, the regulariser does "
+    "not see it, and an epoch is the images of CIFAR-10 (50,000 and 10,000) or ImageNet (1,281,167 and 50,000). At "
+    "test time no variant costs anything. The paper's own table (ResNet-34, ImageNet, batch 256, one GTX 1080 Ti): "
+    "49.5 minutes plain, 51.0 (+3%) with kernel orthogonality, 54.1 (+9%) with the paper's loss."
 )
 
 
