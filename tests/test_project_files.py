@@ -51,6 +51,19 @@ def test_oldest_supported_versions_are_tested() -> None:
     assert f"Python {oldest_python[1]} or newer" in read("README.md")
 
 
+def test_claimed_versions_are_tested() -> None:
+    """Every Python of the classifiers, and every pair that the README names, is in the workflow."""
+    jobs = ci_jobs()
+    tested = re.findall(r'python: "([\d.]+)", torch: torch(?:==(\d+\.\d+))?', jobs["versions"])
+    (default,) = re.findall(r"^TORCH +\?= torch==(\d+\.\d+)", read("Makefile"), re.MULTILINE)
+    tested += [(python, default) for python in re.findall(r'python-version: "([\d.]+)"', jobs["check"])]
+    claimed = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', read("pyproject.toml"))
+    assert sorted(claimed) == sorted({python for python, _ in tested})
+    (sentence,) = re.findall(r"The suite runs on (.+?)\. Compiling", " ".join(read("README.md").split()))
+    for python, torch in tested:
+        assert re.search(rf"{torch or 'newest torch'} with [^,]*\b{python}\b", sentence.replace("Python ", "")), python
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_hooks_run_what_make_lint_runs() -> None:
     dry_run = subprocess.run(["make", "--dry-run", "lint"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
