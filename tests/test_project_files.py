@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ocnn_fused import __version__
+from ocnn_fused import OrthRegularizer, __version__
+from ocnn_fused.regularizer.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,3 +78,15 @@ def test_hooks_run_what_make_lint_runs() -> None:
     (pattern,) = re.findall(r"files: (.+)", hooks)
     native = [path.relative_to(ROOT).as_posix() for top in ("csrc", "tests") for path in (ROOT / top).rglob("*.*")]
     assert sorted(files.split()) == sorted(name for name in native if re.match(pattern, name))
+
+
+def test_one_default_lambda() -> None:
+    """The constructor, the callback, every example, the README and the guide."""
+    default = str(inspect.signature(OrthRegularizer).parameters["weight"].default)
+    assert str(Settings().weight) == default
+    assert f"weight: Weight = {default}," in read("ocnn_fused/integrations/lightning.py")
+    assert f"OrthRegularizer(model, weight={default}, " in read("README.md")
+    assert f"Start with the default, {default}," in read("docs/training.md")
+    texts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    found = [value for text in texts for value in re.findall(r'"--weights?", type=float,.* default=\[?([\d.]+)', text)]
+    assert set(found) == {default}
