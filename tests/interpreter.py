@@ -35,6 +35,8 @@ import triton.runtime.interpreter as triton_interpreter
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle
 
+from ocnn_fused.backends.triton import availability
+
 ORDERS = ("sequential", "shuffled", "interleaved")
 
 #: Programs that run at the same time when interleaved, as on a GPU with that many places. The single kernel needs all.
@@ -100,8 +102,7 @@ def _cast_with_rounding(original: Callable[..., Any]) -> Callable[..., Any]:
 def _indices_of_any_numpy(original: Callable[..., None]) -> Callable[..., None]:
     def patch_lang_tensor(tensor: Any, *scope: Any) -> None:
         original(tensor, *scope)
-        if not scope:  # before 3.7
-            tensor.__index__ = lambda self: self.handle.data.item()
+        tensor.__index__ = lambda self: self.handle.data.item()  # whoever undoes the patch undoes this
 
     return patch_lang_tensor
 
@@ -219,7 +220,7 @@ class Scheduler:
     def restore_language(self) -> None:
         while self.patches:
             _, scope = self.patches.popitem()  # in reverse order
-            if scope is not None:  # before 3.7 the language stays patched
+            if scope is not None:  # before 3.6 the language stays patched
                 scope.restore()
 
     def run(self, programs: list[tuple[int, int, int]], run_program: Callable[[tuple[int, int, int]], None]) -> None:
@@ -275,6 +276,7 @@ def repaired(order: str = "sequential", seed: int = 0) -> Iterator[Scheduler]:
 
     replacements = [
         (triton_interpreter, "_get_np_dtype", numpy_type),
+        (availability, "interpreter_reason", lambda: None),
         (triton_interpreter, "_patch_lang_tensor", _indices_of_any_numpy(triton_interpreter._patch_lang_tensor)),
         (InterpreterBuilder, "create_dot", _dot_with_rounding(InterpreterBuilder.create_dot)),
         (InterpreterBuilder, "cast_impl", _cast_with_rounding(InterpreterBuilder.cast_impl)),
