@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from math import floor, log10
 from pathlib import Path
 
 import figures
@@ -188,17 +189,10 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
                 series[label] = values
         labels = [subject.replace(" ", "\n") for subject in subjects]
         title = f"Error of the float32 gradient against float64, {start} weights"
-        drawn.append(
-            figures.bars(
-                folder / f"accuracy-{start.split()[0]}.png",
-                title,
-                labels,
-                series,
-                "relative error",
-                rows.every[0].environment,
-                log_y=True,
-            )
-        )
+        power = floor(log10(max(value for values in series.values() for value in values if value)))
+        scaled = {name: [value and value / 10**power for value in values] for name, values in series.items()}
+        path, y_label = folder / f"accuracy-{start.split()[0]}.png", f"relative error, in units of 1e{power}"
+        drawn.append(figures.bars(path, title, labels, scaled, y_label, rows.every[0].environment, pattern="{:.2g}"))
     return drawn
 
 

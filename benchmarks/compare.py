@@ -334,6 +334,18 @@ def tables(rows: Rows) -> str:
     return "\n\n".join([*parts, LEGEND])
 
 
+def _totals(rows: Rows, section: str) -> dict[str, float]:
+    """Seconds of all layers, for the contenders that serve every one."""
+    kept = Rows(row for row in rows.where(section=section, measure=BOTH) if row.details.get("role") != "network")
+    layers = len(kept.names("subject"))
+    totals = {}
+    for name in kept.names("contender"):
+        own = kept.where(contender=name)
+        if len(own) == layers:
+            totals[name] = sum(row.details["count"] * row.p50 for row in own)
+    return totals
+
+
 def draw(rows: Rows, folder: Path) -> list[Path]:
     """Speed-ups per layer, and the contenders' totals per network."""
     drawn = []
@@ -363,25 +375,21 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
                 environment,
             )
         )
-    networks = {}
-    for section in sections_of(rows):
-        kept = rows.where(section=section, measure=BOTH)
-        if section == SHAPES or not len(kept):
-            continue
-        totals = {}
-        for name in (REFERENCE, FOURIER, DEEL_LIP, ISONET, AUTHORS, KERNEL, FUSED, FUSED_KERNEL):
-            values = [
-                (row.details["count"] * row.p50)
-                for row in kept.where(contender=name)
-                if row.details.get("role") != "network"
-            ]
-            served = len(values) == len(kept.where(contender=REFERENCE)) - 1
-            if served and values:
-                totals[name] = sum(values)
-        networks[section] = totals
+    networks = {section: _totals(rows, section) for section in sections_of(rows) if section != SHAPES}
     if networks:
-        environment = rows.every[0].environment
-        drawn.append(figures.totals(folder / "compare-totals.png", networks, environment))
+        names = [name for name in (*EXACT, *OTHERS) if any(name in totals for totals in networks.values())]
+        series: dict[str, list[float | None]] = {
+            name: [
+                100 * totals[name] / totals[REFERENCE] if name in totals and REFERENCE in totals else None
+                for totals in networks.values()
+            ]
+            for name in names
+            if name != REFERENCE
+        }
+        title = "Loss and gradient of all layers, each measured alone; only FFT, deel-lip and fused are exact"
+        path, environment = folder / "compare-totals.png", rows.every[0].environment
+        y_label = "% of the time of F.conv2d with autograd"
+        drawn.append(figures.bars(path, title, list(networks), series, y_label, environment))
     return drawn
 
 

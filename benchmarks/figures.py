@@ -25,7 +25,8 @@ def _pyplot() -> Any:
 def where(environment: Environment) -> str:
     """The machine in one line."""
     one = environment
-    place = f"{one.cores} cores of {one.hardware} ({one.instructions}), {one.threads} threads"
+    threads = f"{one.threads} thread{'s' * (one.threads > 1)}"
+    place = f"{one.cores} cores of {one.hardware} ({one.instructions}), {threads}"
     return f"{place if one.device == 'cpu' else one.hardware}, {one.dtype}, torch {one.torch}"
 
 
@@ -55,8 +56,7 @@ def speed_ups(path: Path, title: str, bars: Sequence[Bar], environment: Environm
     pyplot = _pyplot()
     figure, axis = pyplot.subplots(figsize=(9, 1.9 + 0.29 * len(bars)), layout="constrained")
     places = range(len(bars))
-    drawn = axis.barh(places, [bar.value for bar in bars], color=[ORANGE if bar.network else BLUE for bar in bars])
-    axis.bar_label(drawn, [f"{bar.value:.1f}x" for bar in bars], padding=5, fontsize=9)
+    axis.barh(places, [bar.value for bar in bars], color=[ORANGE if bar.network else BLUE for bar in bars])
     bounds = [(place, bar.bound) for place, bar in zip(places, bars, strict=True) if bar.bound is not None]
     widest = max(bar.value for bar in bars)
     shown = [(place, bound) for place, bound in bounds if bound <= 2 * widest]
@@ -65,6 +65,10 @@ def speed_ups(path: Path, title: str, bars: Sequence[Bar], environment: Environm
             [bound for _, bound in shown], [place - 0.0 for place, _ in shown], marker="|", s=160, color="black",
             label="bound: the plan's products by the BLAS, nothing else", zorder=3,
         )  # fmt: skip
+    for place, bar in zip(places, bars, strict=True):  # beside the bar, or beside the mark where that is close
+        close = bar.bound is not None and bar.value <= bar.bound <= bar.value + 0.12 * widest
+        end = max(bar.value, bar.bound or 0.0) if close else bar.value
+        axis.annotate(f"{bar.value:.1f}x", (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
     axis.axvline(1, color=GREY, linewidth=1.2, linestyle="--", label="equally fast")
     axis.set_yticks(places, [bar.label for bar in bars], fontsize=9)
     axis.invert_yaxis()
@@ -73,28 +77,6 @@ def speed_ups(path: Path, title: str, bars: Sequence[Bar], environment: Environm
     _tidy(axis)
     figure.suptitle(f"{title}\n{where(environment)}", fontsize=10)
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
-    return _save(figure, path)
-
-
-def totals(path: Path, networks: Mapping[str, Mapping[str, float]], environment: Environment) -> Path:
-    """Seconds per network and contender, grouped bars on a logarithmic axis."""
-    pyplot = _pyplot()
-    names = list(dict.fromkeys(name for values in networks.values() for name in values))
-    figure, axis = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
-    width = 0.86 / len(names)
-    for index, name in enumerate(names):
-        places = [
-            at + (index - (len(names) - 1) / 2) * width for at, values in enumerate(networks.values()) if name in values
-        ]
-        heights = [values[name] * 1e3 for values in networks.values() if name in values]
-        axis.bar(places, heights, width * 0.92, label=name, color=COLOURS[index % len(COLOURS)])
-    axis.set_yscale("log")
-    axis.set_xticks(range(len(networks)), list(networks))
-    axis.set_ylabel("loss and gradient of all layers, ms")
-    axis.grid(axis="y", alpha=0.3)
-    _tidy(axis)
-    figure.suptitle(f"Sum over the layers, each measured alone\n{where(environment)}", fontsize=10)
-    figure.legend(loc="outside lower center", ncols=4, fontsize=8, frameon=False)
     return _save(figure, path)
 
 
@@ -146,21 +128,27 @@ def lines(
 
 def bars(
     path: Path, title: str, groups: Sequence[str], series: Mapping[str, Sequence[float | None]], y_label: str,
-    environment: Environment, log_y: bool = False,
+    environment: Environment, pattern: str = "{:.3g}",
 ) -> Path:  # fmt: skip
-    """Vertical bars: one group per name, one colour per series."""
+    """Vertical bars from zero with their values on top: one group per name, one colour per series."""
     pyplot = _pyplot()
-    figure, axis = pyplot.subplots(figsize=(9, 4.4), layout="constrained")
-    width = 0.86 / len(series)
+    figure, axis = pyplot.subplots(figsize=(9, 4.6), layout="constrained")
+    width = 0.88 / len(series)
+    many = len(series) * len(groups) > 12
     for index, (name, values) in enumerate(series.items()):
         shown = [(at, value) for at, value in enumerate(values) if value is not None]
         places = [at + (index - (len(series) - 1) / 2) * width for at, _ in shown]
-        axis.bar(places, [value for _, value in shown], width * 0.92, label=name, color=COLOURS[index % len(COLOURS)])
+        drawn = axis.bar(
+            places, [value for _, value in shown], width * 0.92, label=name, color=COLOURS[index % len(COLOURS)]
+        )
+        labels = [pattern.format(value) for _, value in shown]
+        axis.bar_label(drawn, labels, padding=2, fontsize=6 if many else 8, rotation=90 if many else 0)
     axis.set_xticks(range(len(groups)), groups, fontsize=8)
-    if log_y:
-        axis.set_yscale("log")
+    axis.margins(y=0.16 if many else 0.08)
+    axis.axhline(0, color="black", linewidth=0.8)
     axis.set_ylabel(y_label)
     axis.grid(axis="y", alpha=0.3)
+    axis.set_axisbelow(True)
     _tidy(axis)
     figure.suptitle(f"{title}\n{where(environment)}", fontsize=10)
     if len(series) > 1:

@@ -25,7 +25,7 @@ import figures
 import torch
 from contenders import CONTENDERS, FUSED, KERNEL, REFERENCE
 from harness import Harness, parser_of, run
-from record import Row, Rows
+from record import Rows
 from shapes import NETWORKS, Layer, distinct
 from steps import Settings, expand, make_weights
 from tables import markdown, megabytes, number, ratio
@@ -138,28 +138,18 @@ def tables(rows: Rows) -> str:
 
 
 def draw(rows: Rows, folder: Path) -> list[Path]:
-    subjects = [name for name in rows.names("subject") if len(rows.where(subject=name)) == len(NAMES)]
-
-    def megabytes_of(row: Row | None) -> float | None:
-        return None if row is None else max(row.p50, float(RESOLUTION)) / 1e6
-
-    series = {name: [megabytes_of(rows.get(subject=subject, contender=name)) for subject in subjects] for name in NAMES}
-    labels = [
-        subject.replace(" /", "\n/").replace("x3x3", "\n3x3").replace("x1x1", "\n1x1").replace("x7x7", "\n7x7")
-        for subject in subjects
-    ]
-    title = "Peak memory of one step beyond the weights, gradient included"
-    return [
-        figures.bars(
-            folder / "memory.png",
-            title,
-            labels,
-            series,
-            "MB (1 is the resolution)",
-            rows.every[0].environment,
-            log_y=True,
-        )
-    ]
+    """In percent of the reference's, where that is more than noise."""
+    known = {name: rows.median(subject=name, contender=REFERENCE) or 0.0 for name in rows.names("subject")}
+    subjects = [name for name, value in known.items() if value > 5 * RESOLUTION]
+    series: dict[str, list[float | None]] = {}
+    for name in (KERNEL, FUSED):
+        values = [rows.median(subject=subject, contender=name) for subject in subjects]
+        series[name] = [value and 100 * value / known[subject] for value, subject in zip(values, subjects, strict=True)]
+    labels = [f"{subject.replace(' /', ' stride ')}\n({known[subject] / 1e6:.0f} MB)" for subject in subjects]
+    labels = [label.replace("x3x3", "\nx3x3").replace("x1x1", "\nx1x1").replace("x7x7", "\nx7x7") for label in labels]
+    title = "Peak memory of one step beyond the weights; below each name the reference's"
+    path, y_label = folder / "memory.png", "% of the memory of F.conv2d with autograd"
+    return [figures.bars(path, title, labels, series, y_label, rows.every[0].environment, pattern="{:.0f}")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -294,12 +294,12 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
     section = rows.names("section")[-1]
     kept = rows.where(section=section, measure=ADDED)
     subjects = [name for name in kept.names("subject") if name != PLAIN]
-    values: list[float | None] = [max(kept.median(subject=name) or 0.0, 1e-5) * 1e3 for name in subjects]
+    values: list[float | None] = [(kept.median(subject=name) or 0.0) * 1e3 for name in subjects]
     labels = [name.replace(" ", "\n", 1).replace("parametrizations.", "parametrizations\n.") for name in subjects]
     title = f"Added to a training step of one network, {section}"
     return [
         figures.bars(
-            folder / "peers.png", title, labels, {"added": values}, "ms", rows.every[0].environment, log_y=True
+            folder / "peers.png", title, labels, {"added": values}, "ms", rows.every[0].environment, pattern="{:+.1f}"
         )
     ]
 

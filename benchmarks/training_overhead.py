@@ -305,7 +305,9 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
     ]
     path = folder / "training_overhead.png"
     title = "Added to a training step"
-    return [figures.bars(path, title, labels, series, "% of the plain step", rows.every[0].environment, log_y=True)]
+    return [
+        figures.bars(path, title, labels, series, "% of the plain step", rows.every[0].environment, pattern="{:.1f}")
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
