@@ -35,7 +35,7 @@ def correlation(kernels: Tensor, offset: tuple[int, ...]) -> Tensor:
 
 def _residuals(kernels: Tensor, offsets: Iterable[tuple[int, ...]], centre: tuple[int, ...]) -> Tensor:
     """Sum of squares of ``Z_d - [d = centre] I`` over the offsets."""
-    total = kernels.new_zeros(())
+    total = (0 * kernels).sum()  # differentiable also where no offset is left
     for offset in offsets:
         product = correlation(kernels, offset)
         if offset == centre:

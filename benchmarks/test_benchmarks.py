@@ -73,9 +73,10 @@ KINDS = (
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
+    """Two that wait for each other on a busy machine would make seconds minutes."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
@@ -123,7 +124,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], tuple[str, ...], tuple[str, ...]]
 def test_command(benchmark: BenchmarkFixture, command: str, tmp_path: Path) -> None:
     """Each command from its options to its rows, tables and pictures."""
     main, arguments, sections = COMMANDS[command]
-    options = [*arguments, "--quick", "--repeats", "2", "--device", "cpu", "--out", str(tmp_path)]
+    options = [*arguments, "--quick", "--repeats", "2", "--device", "cpu", "--threads", "1", "--out", str(tmp_path)]
     benchmark.pedantic(main, args=(options,), rounds=1)
     rows = Rows(record.load(tmp_path, command))
     assert set(sections) <= set(rows.names("section"))
@@ -151,7 +152,7 @@ def _columns(line: str) -> int:
 def test_the_pages_are_made_of_kept_rows_alone(tmp_path: Path) -> None:
     results, docs = tmp_path / "results", tmp_path / "docs"
     compare.main(
-        ["--network", "tiny", "--foreach", "--quick", "--repeats", "2", "--device", "cpu", "--out", str(results)]
+        ["--network", "tiny", "--foreach", "--quick", "--repeats", "2", "--threads", "1", "--out", str(results)]
     )
     written = report.write_pages(results, docs)
     page = (docs / "benchmarks.md").read_text()
@@ -368,7 +369,7 @@ def test_exponents_are_fitted_over_the_larger_sizes() -> None:
 def test_a_package_that_is_not_there_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     absent = peers.Peer("absent layers", peers._plain, "no_such_package", "no-such-package")
     monkeypatch.setattr(peers, "PEERS", (peers.PEERS[0], absent))
-    peers.main(["--quick", "--repeats", "1", "--width", "4", "--batch", "2", "--device", "cpu", "--out", str(tmp_path)])
+    peers.main(["--quick", "--repeats", "1", "--width", "4", "--batch", "2", "--threads", "1", "--out", str(tmp_path)])
     rows = Rows(record.load(tmp_path, "peers"))
     assert rows.get(subject="absent layers", measure=peers.MISSING) is not None
     assert "not installed" in peers.tables(rows)
@@ -518,7 +519,7 @@ def test_every_mode_of_the_timer_has_its_section(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(compare, "TARGETS", TARGETS[4:5])
     monkeypatch.setattr(harness, "make_timer", lambda device: TwoModes())
-    compare.main(["--shapes", "--repeats", "1", "--device", "cpu", "--out", str(tmp_path)])
+    compare.main(["--shapes", "--repeats", "1", "--threads", "1", "--out", str(tmp_path)])
     kept = Rows(record.load(tmp_path, "compare"))
     assert kept.names("section") == ["shapes", "shapes, cuda graph"]
     assert TwoModes.prepared[EAGER] == TwoModes.prepared[GRAPH] == len(kept.where(section="shapes"))
@@ -536,7 +537,7 @@ def test_panels_and_the_blas_take_turns(monkeypatch: pytest.MonkeyPatch, capsys:
 
     monkeypatch.setattr(compare, "TARGETS", TARGETS[4:5])
     monkeypatch.setitem(panels.CONTENDERS, FUSED, Watched(FUSED, "", definitions.paper, fused.loss))
-    compare.main(["--panels", "--shapes", "--repeats", "1", "--device", "cpu"])
+    compare.main(["--panels", "--shapes", "--repeats", "1", "--threads", "1"])
     assert set(seen) == {True, False}
     assert "| 64x64x3x3 |" in capsys.readouterr().out
     assert panels_allowed()
