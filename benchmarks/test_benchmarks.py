@@ -26,7 +26,6 @@ import definitions
 import harness
 import latency
 import memory
-import panels
 import peers
 import promises
 import pytest
@@ -42,6 +41,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from record import Environment, Row, Rows
 from shapes import NETWORKS, TARGETS, Layer, wrong_tables
 from steps import Settings, WrongResultError, make_weights
+from tables import milliseconds
 from timing import EAGER, GRAPH, CpuTimer, CudaTimer, Effort, interleave, make_timer
 from torch import Tensor
 
@@ -159,7 +159,7 @@ def test_the_pages_are_made_of_kept_rows_alone(tmp_path: Path) -> None:
     assert {docs / "benchmarks.md", docs / "scale.md"} <= set(written)
     assert all(f"figures/{path.name}" in page for path in written if path.suffix == ".png")
     median = Rows(record.load(results, "compare")).median(subject="8x8x3x3", contender=FUSED)
-    assert f" {compare.milliseconds(median)} " in page
+    assert f" {milliseconds(median)} " in page
     assert report.write_pages(results, docs) == written
     assert (docs / "benchmarks.md").read_text() == page
 
@@ -536,7 +536,7 @@ def test_panels_and_the_blas_take_turns(monkeypatch: pytest.MonkeyPatch, capsys:
             return fused.step(weights, layers, gradient)
 
     monkeypatch.setattr(compare, "TARGETS", TARGETS[4:5])
-    monkeypatch.setitem(panels.CONTENDERS, FUSED, Watched(FUSED, "", definitions.paper, fused.loss))
+    monkeypatch.setitem(CONTENDERS, FUSED, Watched(FUSED, "", definitions.paper, fused.loss))
     compare.main(["--panels", "--shapes", "--repeats", "1", "--threads", "1"])
     assert set(seen) == {True, False}
     assert "| 64x64x3x3 |" in capsys.readouterr().out
