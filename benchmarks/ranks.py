@@ -136,7 +136,7 @@ def processes(world: int, work: str) -> list[dict[str, Any]]:
 
 
 def layer_seconds(effort: Effort) -> dict[str, float]:
-    """Seconds of loss and gradient of every regularised layer of the model, one thread, by name."""
+    """Processor time of loss and gradient of every regularised layer of the model, one thread, by name."""
     settings = Settings(threads=1)
     settings.apply()
     layers = {
@@ -148,7 +148,7 @@ def layer_seconds(effort: Effort) -> dict[str, float]:
         if layer.geometry not in measured:
             single = [replace(layer, count=1)]
             [call] = calls_of((FUSED,), make_weights(single, settings), single, settings).values()
-            measured[layer.geometry] = interleave({FUSED: call}, CpuTimer(), effort)[FUSED].median
+            measured[layer.geometry] = interleave({FUSED: call}, CpuTimer(process_time), effort)[FUSED].median
     return {name: measured[layer.geometry] for name, layer in layers.items()}
 
 
