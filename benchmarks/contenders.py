@@ -219,7 +219,7 @@ CONTENDERS: dict[str, Contender] = {
         Contender(
             AUTHORS, "the published code: norm, padding 1", definitions.authors, _authors, plain_only=True
         ),
-        Contender(KERNEL, "||W W^T - I||^2 of the flat weight, autograd", definitions.kernel_smaller, _plain_kernel),
+        Contender(KERNEL, "the squared norm of W W^T - I of the flat weight, autograd", definitions.kernel_smaller, _plain_kernel),
         Contender(
             SRIP, "spectral norm of W^T W - I, one power step, autograd", definitions.srip, _plain_srip,
             plain_only=True,
@@ -233,7 +233,7 @@ CONTENDERS: dict[str, Contender] = {
             exact=True, ours=True,
         ),
         Contender(
-            FUSED_KERNEL, "||W W^T - I||^2, ours", definitions.kernel_rows, _fused_kernel,
+            FUSED_KERNEL, "the squared norm of W W^T - I, ours", definitions.kernel_rows, _fused_kernel,
             partial(_fused_every, padding=0), ours=True,
         ),
     )
