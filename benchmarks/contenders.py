@@ -219,7 +219,9 @@ CONTENDERS: dict[str, Contender] = {
         Contender(
             AUTHORS, "the published code: norm, padding 1", definitions.authors, _authors, plain_only=True
         ),
-        Contender(KERNEL, "the squared norm of W W^T - I of the flat weight, autograd", definitions.kernel_smaller, _plain_kernel),
+        Contender(
+            KERNEL, "the squared norm of W W^T - I, flat weight, autograd", definitions.kernel_smaller, _plain_kernel
+        ),
         Contender(
             SRIP, "spectral norm of W^T W - I, one power step, autograd", definitions.srip, _plain_srip,
             plain_only=True,

@@ -283,7 +283,6 @@ def beyond_table(compared: Rows, measure_name: str) -> str:
                     number(busiest / mean, "{:.2f}"),
                     times(whole / busiest),
                     str(idle),
-                    "0",
                 ]
             )
     header = [
@@ -294,6 +293,5 @@ def beyond_table(compared: Rows, measure_name: str) -> str:
         "imbalance",
         "faster",
         "ranks without a layer",
-        "bytes added",
     ]
     return markdown(header, body)
