@@ -157,7 +157,8 @@ def overhead_table(precision: Precision) -> str:
     lines = [
         f"Modelled, not measured: ResNet-34, batch {BATCH}, 224x224, matrix products in {precision}.",
         "",
-        f"| device | training step, modelled ms | reference adds | `reg()` adds | `add_grad_` adds | on {WORLD} ranks |",
+        "| device | training step, modelled ms | reference adds | `reg()` adds | `add_grad_` adds "
+        f"| on {WORLD} ranks |",
         "|---|---|---|---|---|---|",
     ]
     for device in DEVICES:

@@ -20,7 +20,8 @@ from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "0"
 os.environ["TRITON_LIBCUDA_PATH"] = sys.argv[1]
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2])]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
