@@ -98,8 +98,9 @@ TARGETS = {
 
 _POINTERS = {
     "table": "*i64", "constants": "*fp32", "tiles": "*i32", "weights": "*i64", "workspace": "*u8", "partials": "*fp32",
-    "grads": "*u8", "losses": "*fp32", "arrivals": "*i32",
-}  # fmt: skip
+    "grads": "*u8", "losses": "*fp32", "arrivals": "*i32", "targets": "*i64", "factors": "*fp64",
+}
+_NUMBERS = {"factor": "fp32"}  # fmt: skip
 
 
 #: What the machine code for NVIDIA must keep to, beside being right: the most instructions of the inner loop for each
@@ -195,7 +196,7 @@ def compile_job(job: Job) -> triton.compiler.CompiledKernel:
     constants = job.constants
     signature, attributes = {}, {}
     for index, name in enumerate(job.function.arg_names):
-        signature[name] = "constexpr" if name in constants else _POINTERS.get(name, "i32")
+        signature[name] = "constexpr" if name in constants else (_POINTERS | _NUMBERS).get(name, "i32")
         if name in _POINTERS:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)

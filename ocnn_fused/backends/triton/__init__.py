@@ -16,7 +16,7 @@ from ...plan import Plan
 from ...problem import Launch, Options, Precision
 from .. import pytorch
 from ..device import Device, asked_precision, spec_of
-from ..job import Executable, Job, joined
+from ..job import Epilogue, Executable, Job, joined
 from ..model import plan_seconds
 from ..rounding import is_accurate
 from .availability import unavailable_reason
@@ -107,29 +107,40 @@ def workspace_limit() -> int:
 @torch.no_grad()
 def run(
     weights: Sequence[Tensor],
+    epilogue: Epilogue | None = None,
+    *,
     plans: Sequence[Plan],
     with_grad: Sequence[bool],
-    *,
     precision: Precision,
     launch: Launch = "auto",
     config: Config | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False; none is float64."""
     from .cooperative import is_possible, resident_programs
-    from .launch import Call
+    from .launch import Call, can_add
 
+    if epilogue is not None and (epilogue.per_target or not can_add(weights, epilogue.targets or weights)):
+        losses, grads = run(weights, plans=plans, with_grad=with_grad, precision=precision, launch=launch, config=config)
+        return losses, [
+            epilogue.settle(place, weight, grad, plan.groups) if wanted else grad
+            for place, (weight, grad, plan, wanted) in enumerate(zip(weights, grads, plans, with_grad, strict=True))
+        ]
     spec = spec_of(weights[0].device)
     programs = None
     if launch == "single" or (launch == "auto" and is_possible() and prefer_single(plans, spec, precision)):
-        call = Call(weights, plans, with_grad, precision, config or single_config(shipped(spec)[precision]))
+        call = Call(weights, plans, with_grad, precision, config or single_config(shipped(spec)[precision]), epilogue)
         programs = resident_programs(call)
         if programs is None and launch == "single":
             raise RuntimeError(
                 "launch='single' needs cooperative launches with a provable grid, which this device lacks"
             )
     if programs is None:
-        call = Call(weights, plans, with_grad, precision, config or config_for(plans, precision, weights[0].device))
+        config = config or config_for(plans, precision, weights[0].device)
+        call = Call(weights, plans, with_grad, precision, config, epilogue)
     call.run(programs)
+    if call.adds:
+        torch.autograd.graph.increment_version([t for t in epilogue.targets if not t.is_inference()])  # type: ignore[union-attr]
+        return call.loss_of_each(), []
     return call.loss_of_each(), call.grads()
 
 
