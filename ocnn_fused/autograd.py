@@ -51,11 +51,12 @@ _orth_grad = torch.ops.ocnn_fused.orth_grad.default
 
 def orth_losses(weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options) -> Sequence[Tensor]:
     """One 0-dim loss per weight, differentiable where a weight is."""
-    if torch.compiler.is_dynamo_compiling() or not _only_autograd_looks(weights):
+    executable = _prepared(weights, problems, options)
+    if executable is None:
         return _orth_loss(weights, *flatten(problems, options))
-    executable, with_grad = _prepared(weights, problems, options)
     if isinstance(executable, _COMPILED_CALL):
         return executable.attached(weights)  # type: ignore[no-any-return, attr-defined]
+    with_grad = _wanted(weights)
     if any(with_grad):
         return OrthLoss.apply(problems, options, with_grad, *weights)[: len(weights)]  # type: ignore[attr-defined]
     return executable(weights)[0]
@@ -82,13 +83,16 @@ def orth_total(
     One node of autograd's graph for all weights, whose gradients have the factors in them already. Where somebody else
     looks too it is what it says, as PyTorch's own operations on the losses.
     """
-    if torch.compiler.is_dynamo_compiling() or not _only_autograd_looks(weights):
+    executable = _prepared(weights, problems, options)
+    if executable is None:
         losses = torch.stack(list(_orth_loss(weights, *flatten(problems, options))))
-        return _weighted(losses, coefficients) * factor, losses.detach()
-    executable, with_grad = _prepared(weights, problems, options)
+        counted = losses if coefficients.least is None else losses - coefficients.least
+        value = torch.dot(counted.double(), coefficients.factors) * factor
+        return value.to(losses.dtype), losses.detach()
     if isinstance(executable, _COMPILED_CALL):
         least = None if coefficients.least is None else coefficients.least.double()
         return executable.total(weights, coefficients.factors, factor, least)  # type: ignore[no-any-return, attr-defined]
+    with_grad = _wanted(weights)
     if any(with_grad):
         return OrthTotal.apply(executable, problems, coefficients, factor, with_grad, *weights)  # type: ignore[attr-defined, no-any-return]
     losses = torch.stack(executable(weights)[0])
@@ -99,10 +103,10 @@ def add_grads_(
     weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, epilogue: Epilogue
 ) -> list[Tensor]:
     """Add ``factor * factors[l]`` times the gradient of each loss to its target, without a graph; returns the losses."""
-    with_grad = [True] * len(weights)
-    if not torch.compiler.is_dynamo_compiling() and _only_autograd_looks(weights):
-        return engine.losses_and_grads(weights, problems, options, with_grad, epilogue)[0]
-    losses, grads = _orth_loss_and_grad(weights, with_grad, *flatten(problems, options))
+    executable = _prepared(weights, problems, options, always_grad=True)
+    if executable is not None:
+        return executable(weights, epilogue)[0]
+    losses, grads = _orth_loss_and_grad(weights, [True] * len(weights), *flatten(problems, options))
     for place, (grad, target) in enumerate(zip(grads, epilogue.targets, strict=True)):
         target.add_(grad * (epilogue.factors[place] * epilogue.factor))
     return losses
@@ -113,38 +117,44 @@ def _weighted(losses: Tensor, coefficients: Coefficients) -> Tensor:
 
 
 def _prepared(
-    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options
-) -> tuple[Executable, list[bool]]:
-    """What computes these plain tensors, and of which a gradient is wanted."""
-    device, needs_grad = weights[0].device, torch.is_grad_enabled()
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, always_grad: bool = False
+) -> Executable | None:
+    """What computes these weights, and gradients of those that require them, or of all.
+
+    None where a subclass, mode, tracer, transform, forward differentiation or autocast wants to see the ops. The
+    dispatcher's way through Python costs as much as a small layer; plain tensors go without it.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    for weight in weights:
+        if type(weight) not in PLAIN_TYPES:
+            return None
+    device = weights[0].device
+    if (
+        device.type not in ("cpu", "cuda")
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled(device.type)
+    ):
+        return None
+    needs_grad = torch.is_grad_enabled()
     operands = []
     for weight in weights:
-        operands.append(Operand(weight.stride(), weight.dtype, needs_grad and weight.requires_grad))
+        with_grad = always_grad or (needs_grad and weight.requires_grad)
+        operands.append(Operand(weight.stride(), weight.dtype, with_grad))
     resolved: Options | engine.Resolved = options
     if device.type != "cpu" or options.backend is not None:
         resolved = engine.resolve(options, device)
-    executable = engine.prepare(problems, tuple(operands), resolved, device)
-    return executable, [operand.with_grad for operand in operands]
+    return engine.prepare(problems, tuple(operands), resolved, device)
 
 
-def _only_autograd_looks(weights: Sequence[Tensor]) -> bool:
-    """Whether no subclass, mode, tracer, transform, forward differentiation or autocast wants to see the ops.
-
-    The dispatcher's way through Python costs as much as a small layer; plain tensors go without it.
-    """
-    for weight in weights:
-        if type(weight) not in PLAIN_TYPES:
-            return False
-    device_type = weights[0].device.type
-    return (
-        device_type in ("cpu", "cuda")
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled(device_type)
-    )
+def _wanted(weights: Sequence[Tensor]) -> list[bool]:
+    """Of which weights the gradient is."""
+    enabled = torch.is_grad_enabled()
+    return [enabled and weight.requires_grad for weight in weights]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

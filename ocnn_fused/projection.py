@@ -8,7 +8,8 @@ To check a step, the loss after it must be computed, which costs about as much a
 the step's own pass knows can replace it for a large layer: bounds of the largest singular value by sums of squares are
 too coarse by the square root of the number of filters. So :class:`Steps`, which takes one step after the other, checks
 the first and then each sixteenth. In between the loss before each step, which costs nothing, shows whether a layer's
-loss has doubled since the step before; then it is left alone until the next check.
+loss has doubled since the step before; then it is left alone until the next check. Who wants all steps checked can have
+that too.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ from .functional import check_weight
 from .plan import axes_of, least_loss
 from .problem import OFF_DIAGONAL, IntOrTuple, Options, Problem, options_of, problem_of
 
-__all__ = ["Orthogonalized", "Steps", "orthogonalize_", "step_"]
+__all__ = ["Orthogonalized", "Safe", "Steps", "orthogonalize_", "step_"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -102,6 +103,10 @@ def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
+#: Which steps are checked: some, each, or none.
+Safe = bool | Literal["always"]
+
+
 class Steps:
     """One step after the other of always the same weights; see the top of this file. Nothing waits for a device."""
 
@@ -115,12 +120,13 @@ class Steps:
         self._trusted: Tensor | None = None  # 1 or 0 for each weight
 
     def take_(
-        self, weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, rate: float, safe: bool
+        self, weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, rate: float, safe: Safe
     ) -> None:
+        """One step of each weight, in place; ``safe`` is that of ``OrthRegularizer.project_``."""
         if not safe:
             step_(weights, problems, options, rate, safe=False)
             return
-        checked = self._taken % self.CHECK_EACH == 0 or rate > 2 * self._rate
+        checked = safe == "always" or self._taken % self.CHECK_EACH == 0 or rate > 2 * self._rate
         losses = _stacked(step_(weights, problems, options, rate, checked, None if checked else self._trusted))
         if checked or self._before is None or self._trusted is None:
             self._taken, self._rate = 0, rate

@@ -23,7 +23,7 @@ CASES = [
     Case((9, 6, 3, 3), stride=2, groups=3),
     Case((40, 3, 3, 3)),
     Case((8, 1, 3, 3), groups=8),
-    Case((4, 3, 9)),
+    Case((4, 4, 9, 9)),
 ]
 BACKENDS = ("cpu", "torch", "triton")
 

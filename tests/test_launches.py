@@ -7,16 +7,20 @@ tensors (``_foreach_``) is one too, though a GPU takes one per 20 million number
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
+from triton.runtime.interpreter import GridExecutor
 from triton_support import execution, needs_interpreter
 
 from ocnn_fused import OrthRegularizer, engine
 from ocnn_fused.backends import triton
+
+_KERNEL = "a kernel of Triton"
 
 #: Operations that touch no element: they launch nothing.
 _NOTHING = {
@@ -29,10 +33,26 @@ _NOTHING = {
 }
 
 
+@contextmanager
+def marked_launches() -> Iterator[None]:
+    """What the interpreter itself calls of PyTorch is no operation of the step."""
+    launch = GridExecutor.__call__
+
+    def marked(self: GridExecutor, *arguments: object, **options: object) -> object:
+        with record_function(_KERNEL):
+            return launch(self, *arguments, **options)
+
+    GridExecutor.__call__ = marked
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = launch
+
+
 def launches(step: Callable[[], object]) -> Counter[str]:
     """By name, of a step that has run before."""
     step()
-    with execution() as scheduler, profile(activities=[ProfilerActivity.CPU]) as found:
+    with marked_launches(), execution() as scheduler, profile(activities=[ProfilerActivity.CPU]) as found:
         step()
     counted: Counter[str] = Counter(scheduler.launches)
     for event in found.events():
@@ -43,7 +63,7 @@ def launches(step: Callable[[], object]) -> Counter[str]:
         while parent is not None:
             within.append(parent.name)
             parent = parent.cpu_parent
-        if any(name.startswith("aten::_foreach_") for name in within):
+        if any(name == _KERNEL or name.startswith("aten::_foreach_") for name in within):
             continue
         inner = any(child.name.startswith("aten::") and child.name not in _NOTHING for child in event.cpu_children)
         if event.name.startswith("aten::_foreach_") or not inner:
@@ -53,15 +73,15 @@ def launches(step: Callable[[], object]) -> Counter[str]:
 
 def network(layers: int) -> nn.Sequential:
     torch.manual_seed(0)
-    convolutions = [nn.Conv2d(4, 4, 3 if index % 2 else 1, padding=index % 2, bias=False) for index in range(layers)]
+    convolutions = [nn.Conv2d(16, 16, 3 if index % 2 else 1, padding=index % 2, bias=False) for index in range(layers)]
     return nn.Sequential(*convolutions)
 
 
 def step_of(model: nn.Module, reg: OrthRegularizer | None, add: bool = False) -> Callable[[], None]:
-    x = torch.ones(1, 4, 3, 3)
+    x = torch.ones(1, 16, 3, 3)
 
     def step() -> None:
-        model.zero_grad()
+        model.zero_grad(set_to_none=not add)  # addresses of gradients are copied to the device when they change
         loss = model(x).sum()
         if reg is not None and not add:
             loss = loss + reg()
@@ -101,7 +121,7 @@ def test_the_count_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("megabytes", "pieces"), [("128", 1), ("0.004", 6)])
+@pytest.mark.parametrize(("megabytes", "pieces"), [("128", 1), ("0.3", 2)])
 def test_add_grad_launches_five_kernels_per_piece_and_nothing_else(
     megabytes: str, pieces: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,8 +131,8 @@ def test_add_grad_launches_five_kernels_per_piece_and_nothing_else(
     calls = []
     run = triton.run
     monkeypatch.setattr(triton, "run", lambda *a, **options: calls.append(len(a[0])) or run(*a, **options))
-    plain = launches(step_of(model, None))
+    plain = launches(step_of(model, None, add=True))
     added = launches(step_of(model, regularizer(model), add=True)) - plain
     engine.prepare.cache_clear()
     assert len(calls) == 2 * pieces  # the step runs twice
-    assert added.total() <= 5 * pieces, added
+    assert added == {f"{stage}_kernel": pieces for stage in ("evaluate", "gram", "mix", "apply", "gather")}

@@ -118,6 +118,7 @@ class Job:
     precision: str
     config: Config
     target: str
+    adds: bool = False  # to gradients that are there
 
     @property
     def options(self) -> dict[str, int]:
@@ -130,7 +131,7 @@ class Job:
 
     @property
     def constants(self) -> dict[str, object]:
-        return kernel_constants(self.kernel, self.precision, self.config)
+        return kernel_constants(self.kernel, self.precision, self.config, self.adds)
 
     @property
     def function(self) -> triton.JITFunction:
@@ -187,6 +188,8 @@ def jobs(targets: Sequence[str]) -> Iterator[Job]:
                 yield Job("apply", precision, config, target)
         default = shipped["ieee"][0]
         yield from (Job(kernel, "ieee", default, target) for kernel in ("squares", "evaluate", "mix", "gather"))
+        yield Job("gather", "ieee", default, target, adds=True)
+        yield from (Job("apply", precision, configs[0], target, adds=True) for precision, configs in shipped.items())
         yield Job("evaluate", "bf16", default, target)
         if "tf32" in shipped:
             yield from (Job(kernel, "tf32", default, target) for kernel in ("evaluate", "mix"))

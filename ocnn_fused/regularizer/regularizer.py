@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..autograd import add_grads_, orth_losses, orth_total
 from ..backends.job import Epilogue
 from ..problem import Part, Target
+from ..projection import Safe
 from ..reference import frobenius_norm
 from ..warn import warn
 from . import modules
@@ -27,7 +28,7 @@ from .distributed import (
     sharing_pays,
 )
 from .selection import Layer, Pass, Selection, by_columns
-from .settings import Method, Selector, Settings, Weight, check_positive
+from .settings import Method, Selector, Settings, Weight, check_choice, check_positive
 from .srip import srip_loss
 from .table import describe
 
@@ -260,7 +261,7 @@ class OrthRegularizer:
                 torch._foreach_add_([before for before, _ in there], [grad for _, grad in there])
 
     @torch.no_grad()
-    def project_(self, steps: int = 1, rate: float = 1.0, *, safe: bool = True) -> None:
+    def project_(self, steps: int = 1, rate: float = 1.0, *, safe: Safe = True) -> None:
         """Move the weights themselves towards orthogonality: ``K -= rate/8 * gradient of L``, ``steps`` times.
 
         Call it after ``optimizer.step()``, beside ``reg()`` or instead of it: no graph, no ``.grad``, and nothing of it
@@ -273,7 +274,7 @@ class OrthRegularizer:
         than twice that of the last check: one that would raise the loss is halved, and left out if it still would. A
         check costs one more pass for the loss, two on a GPU, and waits for nothing. Between checks a layer whose loss
         has doubled from one step to the next is left alone until the next check (see :mod:`ocnn_fused.projection`).
-        False leaves all of that to you.
+        "always" checks every step, so that the loss never rises; False leaves all of that to you.
 
         Under DistributedDataParallel each rank moves its share of the layers and sends them to the others, if
         ``shard`` is True or if it is "auto" and the sending takes less time than it saves; else each moves all of
@@ -283,6 +284,7 @@ class OrthRegularizer:
         check_positive("steps", steps)
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < inf:
             raise ValueError(f"rate must be a positive number, got {rate!r}")
+        check_choice("safe", safe, (True, False, "always"))
         selection, weights = self._look()
         self._expect_steps(selection)
         rate *= self._factor / self._settings.every

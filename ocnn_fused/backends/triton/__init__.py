@@ -71,8 +71,19 @@ def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -
             plans = [jobs[index].plan for index in of_piece]
             with_grad = [jobs[index].operand.with_grad for index in of_piece]
             launch = options.launch or "auto"
-            parts.append((of_piece, partial(run, plans=plans, with_grad=with_grad, precision=precision, launch=launch)))
+            parts.append((of_piece, partial(_execute, plans, with_grad, precision, launch)))
     return joined(parts)
+
+
+def _execute(
+    plans: Sequence[Plan],
+    with_grad: Sequence[bool],
+    precision: Precision,
+    launch: Launch,
+    weights: Sequence[Tensor],
+    epilogue: Epilogue | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    return run(weights, plans, with_grad, precision=precision, launch=launch, epilogue=epilogue)
 
 
 def pieces(jobs: Sequence[Job[Plan]], precision: Precision) -> list[list[int]]:
@@ -107,20 +118,20 @@ def workspace_limit() -> int:
 @torch.no_grad()
 def run(
     weights: Sequence[Tensor],
-    epilogue: Epilogue | None = None,
-    *,
     plans: Sequence[Plan],
     with_grad: Sequence[bool],
+    *,
     precision: Precision,
     launch: Launch = "auto",
     config: Config | None = None,
+    epilogue: Epilogue | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False; none is float64."""
     from .cooperative import is_possible, resident_programs
     from .launch import Call, can_add
 
-    if epilogue is not None and (epilogue.per_target or not can_add(weights, epilogue.targets or weights)):
-        losses, grads = run(weights, plans=plans, with_grad=with_grad, precision=precision, launch=launch, config=config)
+    if epilogue is not None and (epilogue.per_target or not can_add(weights, epilogue.targets)):
+        losses, grads = run(weights, plans, with_grad, precision=precision, launch=launch, config=config)
         return losses, [
             epilogue.settle(place, weight, grad, plan.groups) if wanted else grad
             for place, (weight, grad, plan, wanted) in enumerate(zip(weights, grads, plans, with_grad, strict=True))

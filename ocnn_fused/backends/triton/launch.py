@@ -169,19 +169,14 @@ def kernel_constants(kernel: str, precision: str, config: Config, adds: bool = F
 
 
 def can_add(weights: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
-    """Whether gradients can be added where they are computed: targets lie in memory as fresh gradients would."""
+    """Whether gradients can be added where they are computed: targets, if any, lie as fresh gradients would."""
     return all(
         target.data_ptr() % 16 == 0
         and target.dtype == weight.dtype
         and target.shape == weight.shape
-        and target.stride() == (weight.stride() if dense_strides(weight) else torch.empty_like(weight).stride())
-        for weight, target in zip(weights, targets, strict=True)
+        and target.stride() == (weight if weight.is_contiguous() else torch.empty_like(weight, device="meta")).stride()
+        for weight, target in zip(weights, targets, strict=False)
     )
-
-
-def dense_strides(weight: Tensor) -> bool:
-    """Whether a fresh gradient has the weight's own strides."""
-    return weight.is_contiguous() or torch.empty_like(weight, device="meta").stride() == weight.stride()
 
 
 def _apart_from_targets(
@@ -230,8 +225,8 @@ class Call:
         self.owners = weights  # kept until the launches are issued: the kernels have only addresses
         self.workspace = torch.empty(tables.workspace_bytes, dtype=torch.uint8, device=device)
         self.partials = self.workspace[tables.partials_bytes :].view(torch.float32)
-        grads_bytes = 1 if self.adds else max(1, tables.grads_bytes)
-        self.grads_buffer = torch.empty(grads_bytes, dtype=torch.uint8, device=device)
+        grads_bytes = 0 if self.adds else tables.grads_bytes
+        self.grads_buffer = torch.empty(max(grads_bytes, 16), dtype=torch.uint8, device=device)
         self.scaling: tuple[int, Tensor, float] = (int(self.with_grad), self.workspace[:0].view(torch.float64), 1.0)
         if epilogue is not None:
             self.scaling = (fields.SCALED.value if self.with_grad else 0, epilogue.factors, epilogue.factor)
@@ -261,13 +256,16 @@ class Call:
 
     def grads(self) -> list[Tensor]:
         """One tensor per weight, an empty one where no gradient is wanted."""
+        layouts = self.tables.grad_layouts
+        whole = {dtype: self.grads_buffer.view(dtype) for dtype in {layout.dtype for layout in layouts}}
         grads = []
-        for wanted, layout, begin in zip(self.wanted, self.tables.grad_layouts, self.tables.grad_bytes, strict=True):
+        for wanted, layout, begin in zip(self.wanted, layouts, self.tables.grad_bytes, strict=True):
+            dtype = layout.dtype
             if wanted:
-                piece = self.grads_buffer[begin : begin + layout.bytes].view(layout.dtype)
-                grads.append(_own(piece.as_strided(layout.shape, layout.strides)))
+                piece = whole[dtype].as_strided(layout.shape, layout.strides, begin // dtype.itemsize)
+                grads.append(_own(piece))
             else:
-                grads.append(torch.empty(0, dtype=layout.dtype, device=self.device))
+                grads.append(torch.empty(0, dtype=dtype, device=self.device))
         return grads
 
     def run_staged(self) -> None:
