@@ -1,9 +1,9 @@
 """What the ways to use OrthRegularizer cost on a CPU, interleaved in one process: ``python benchmarks/regularizer.py``.
 
 For a ResNet: the value with its gradient (``reg()``, backward), ``add_grad_`` into gradients that are there,
-``project_`` with and without its checks, and each with a free target. Then the host's part of ``reg()`` and ``add_grad_``:
-36 convolutions of 1x1x3x3, as many as a ResNet-34 has, whose arithmetic takes next to nothing. Last what the Triton
-backend would allocate for the network on a GPU.
+``project_`` with and without its checks, and each with a free target. Then the host's part of ``reg()`` and
+``add_grad_``: 36 convolutions of 1x1x3x3, as many as a ResNet-34 has, whose arithmetic takes next to nothing. Last what
+the Triton backend would allocate for a ResNet-34 on a GPU.
 """
 
 from __future__ import annotations

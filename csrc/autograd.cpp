@@ -161,8 +161,7 @@ class OrthTotal : public torch::autograd::Function<OrthTotal> {
   // A graph of this very backward: the gradients without the factors are functions of the weights.
   static void differentiate(AutogradContext* context, const variable_list& weights,
                             const std::vector<at::Tensor>& grads, const at::Tensor& scale, variable_list& result) {
-    const at::Tensor factors =
-        context->saved_data["factors"].toTensor().mul(context->saved_data["factor"].toDouble());
+    const at::Tensor factors = context->saved_data["factors"].toTensor().mul(context->saved_data["factor"].toDouble());
     const auto factor = [&](size_t w) { return factors.select(0, static_cast<int64_t>(w)); };
     std::vector<at::Tensor> plain;
     for (size_t w = 0; w < weights.size(); ++w) {

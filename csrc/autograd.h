@@ -19,8 +19,8 @@ struct Geometry {
 std::vector<at::Tensor> attach(const std::vector<at::Tensor>& weights, std::vector<at::Tensor> losses,
                                std::vector<at::Tensor> grads, Geometry geometry);
 
-// The sum over the weights of factor * factors[w] * loss as a function of the weights, one node for all of them. `grads`
-// have these factors in them; where what comes in is one, backward only hands them on.
+// The sum over the weights of factor * factors[w] * loss as a function of the weights, one node for all of them.
+// `grads` have these factors in them; where what comes in is one, backward only hands them on.
 at::Tensor attach_total(const std::vector<at::Tensor>& weights, at::Tensor total, std::vector<at::Tensor> grads,
                         Geometry geometry, at::Tensor factors, double factor);
 

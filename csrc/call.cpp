@@ -15,11 +15,10 @@ namespace {
 using Tensors = std::vector<at::Tensor>;
 
 LossesAndGrads execute(const Bucket& bucket, at::TensorList weights, const Scaling& scaling, at::TensorList targets) {
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("ocnn_fused::execute", "")
-          .typed<LossesAndGrads(at::TensorList, const Plan&, bool, const std::optional<at::Tensor>&, at::IntArrayRef,
-                                double, bool, at::TensorList)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ocnn_fused::execute", "")
+                             .typed<LossesAndGrads(at::TensorList, const Plan&, bool, const std::optional<at::Tensor>&,
+                                                   at::IntArrayRef, double, bool, at::TensorList)>();
   return op.call(weights, bucket.plan, bucket.with_grad, scaling.factors, bucket.members, scaling.factor,
                  scaling.per_target, targets);
 }
@@ -82,7 +81,8 @@ std::tuple<at::Tensor, at::Tensor> Call::total(const Tensors& weights, const at:
   {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     if (weights[0].is_cpu()) {  // without a call for every step
-      const double *of_weights = factors.const_data_ptr<double>(), *from = least ? least->const_data_ptr<double>() : nullptr;
+      const double *of_weights = factors.const_data_ptr<double>(),
+                   *from = least ? least->const_data_ptr<double>() : nullptr;
       stacked = at::empty({count}, options);
       sum = at::empty({}, options);
       double value = 0;

@@ -106,8 +106,8 @@ class Pipeline {
  private:
   bool with_grad() const { return !grads_.empty(); }
 
-  // Whether gradients go where the weights are read. Stages do so chunk by chunk: what a chunk's gather writes, no other
-  // chunk evaluates. But products whose operand is the weight itself would read what they have written.
+  // Whether gradients go where the weights are read. Stages do so chunk by chunk: what a chunk's gather writes, no
+  // other chunk evaluates. But products whose operand is the weight itself would read what they have written.
   static bool are_same(at::TensorList weights, at::TensorList grads) {
     for (size_t w = 0; w < weights.size(); ++w) {
       if (weights[w].is_alias_of(grads[w])) return true;

@@ -78,7 +78,7 @@ def orth_total(
     coefficients: Coefficients,
     factor: float,
 ) -> tuple[Tensor, Tensor]:
-    """``factor * sum_l coefficient_l * (L_l - least_l)``, differentiable, and the losses as a 1-D tensor without a graph.
+    """``factor * sum_l coefficient_l * (L_l - least_l)``, differentiable, and the losses without a graph, 1-D.
 
     One node of autograd's graph for all weights, whose gradients have the factors in them already. Where somebody else
     looks too it is what it says, as PyTorch's own operations on the losses.
@@ -102,7 +102,7 @@ def orth_total(
 def add_grads_(
     weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, epilogue: Epilogue
 ) -> list[Tensor]:
-    """Add ``factor * factors[l]`` times the gradient of each loss to its target, without a graph; returns the losses."""
+    """Add ``factor * factors[l]`` times the gradient of each loss to its target; returns the losses, no graph."""
     executable = _prepared(weights, problems, options, always_grad=True)
     if executable is not None:
         return executable(weights, epilogue)[0]
@@ -234,7 +234,7 @@ class _TotalContext(FunctionCtx):
 
 
 class OrthTotal(_SingleLevelFunction):
-    """The sum of losses times coefficients, of plain tensors; the losses count as constants. As in csrc/autograd.cpp."""
+    """The sum of losses times coefficients, of plain tensors; the losses count as constants. See csrc/autograd.cpp."""
 
     @staticmethod
     def forward(  # type: ignore[override]

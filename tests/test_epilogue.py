@@ -56,7 +56,7 @@ def run(
 
 
 def check(actual: torch.Tensor, weight: torch.Tensor, case: Case, factor: float) -> None:
-    loss, grad = loss_and_grad(weight, case)
+    _, grad = loss_and_grad(weight, case)
     expected = factor * torch.from_numpy(grad)
     scale = max(1.0, float(abs(expected).max()))
     assert (actual.double() - expected).abs().max() <= 2 * TOLERANCES[weight.dtype] * scale, (str(case), factor)
@@ -90,9 +90,7 @@ def test_gradients_are_scaled_and_added(backend: str, dtype: torch.dtype) -> Non
 
 def test_all_kinds_of_plans_are_there() -> None:
     resolved = engine.resolve(options_for("cpu"), torch.device("cpu")).convolution
-    plans = [
-        engine.choose(problem_of_case(case), torch.float32, torch.device("cpu"), resolved).plan for case in CASES
-    ]
+    plans = [engine.choose(problem_of_case(case), torch.float32, torch.device("cpu"), resolved).plan for case in CASES]
     assert any(isinstance(plan, FourierPlan) for plan in plans)
     others = [plan for plan in plans if not isinstance(plan, FourierPlan)]
     assert {plan.side for plan in others} == {"row", "column"}

@@ -24,13 +24,13 @@ _KERNEL = "a kernel of Triton"
 
 #: Operations that touch no element: they launch nothing.
 _NOTHING = {
-    "aten::" + name
-    for name in (
-        "alias as_strided as_strided_ chunk data detach detach_ empty empty_like empty_strided expand expand_as flatten "
-        "lift_fresh narrow new_empty permute reshape resize_ resolve_conj resolve_neg result_type select set_data "
-        "slice split squeeze t transpose unbind unflatten unsqueeze view view_as _reshape_alias _unsafe_view"
-    ).split()
-}
+    "aten::alias", "aten::as_strided", "aten::as_strided_", "aten::chunk", "aten::data", "aten::detach",
+    "aten::detach_", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::expand", "aten::expand_as",
+    "aten::flatten", "aten::lift_fresh", "aten::narrow", "aten::new_empty", "aten::permute", "aten::reshape",
+    "aten::resize_", "aten::resolve_conj", "aten::resolve_neg", "aten::result_type", "aten::select", "aten::set_data",
+    "aten::slice", "aten::split", "aten::squeeze", "aten::t", "aten::transpose", "aten::unbind", "aten::unflatten",
+    "aten::unsqueeze", "aten::view", "aten::view_as", "aten::_reshape_alias", "aten::_unsafe_view",
+}  # fmt: skip
 
 
 @contextmanager

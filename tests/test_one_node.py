@@ -75,7 +75,9 @@ def model() -> nn.Sequential:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_value_and_gradient_have_the_factors(model: nn.Sequential, backend: str) -> None:
     lambdas = {"0": 0.5, "1": 0.25, "2": 2.0}
-    reg = OrthRegularizer(model, weight=lambdas, normalize="numel", schedule=schedules.Constant(0.5), backend=backend, precision="ieee")
+    reg = OrthRegularizer(
+        model, weight=lambdas, normalize="numel", schedule=schedules.Constant(0.5), backend=backend, precision="ieee"
+    )
     factors = [0.5 * value / weight.numel() for value, weight in zip(lambdas.values(), weights_of(model), strict=True)]
     start = task_grads(model)
     with kernels_run(backend):

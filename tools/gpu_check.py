@@ -99,8 +99,8 @@ TARGETS = {
 _POINTERS = {
     "table": "*i64", "constants": "*fp32", "tiles": "*i32", "weights": "*i64", "workspace": "*u8", "partials": "*fp32",
     "grads": "*u8", "losses": "*fp32", "arrivals": "*i32", "targets": "*i64", "factors": "*fp64",
-}
-_NUMBERS = {"factor": "fp32"}  # fmt: skip
+}  # fmt: skip
+_NUMBERS = {"factor": "fp32"}
 
 
 #: What the machine code for NVIDIA must keep to, beside being right: the most instructions of the inner loop for each

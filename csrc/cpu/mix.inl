@@ -210,8 +210,7 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
 }
 
 template <typename T>
-double diagonal_row(T* x, int64_t side, int64_t output, int64_t row, const Target<T>& target,
-                    const Wanted<T>& wanted) {
+double diagonal_row(T* x, int64_t side, int64_t output, int64_t row, const Target<T>& target, const Wanted<T>& wanted) {
   T* r = x + row * side;
   if (output == 0) r[row] = target.residual(r[row]);
   T squares[kLanes] = {};
