@@ -91,6 +91,11 @@ def pieces(jobs: Sequence[Job[Plan]], precision: Precision) -> list[list[int]]:
     from .tables import workspace_of
 
     sizes = [workspace_of(job.plan, 2 if precision == "bf16" else 4, job.operand.with_grad) for job in jobs]
+    return grouped(sizes)
+
+
+def grouped(sizes: Sequence[int]) -> list[list[int]]:
+    """Places of neighbours that together take no more than the workspace may, or than the largest alone."""
     limit = max(workspace_limit(), *sizes)
     found: list[list[int]] = [[]]
     used = 0

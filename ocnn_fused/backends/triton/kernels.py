@@ -467,7 +467,7 @@ def mix_pair(
     side = tl.load(row + fields.M_SIDE)
     count = tl.load(row + fields.M_OUTPUTS)
     lags = tl.load(row + fields.M_LAGS)
-    matrix = constants + tl.load(row + fields.M_MATRICES)
+    matrix = constants + aligned_stride(tl.load(row + fields.M_MATRICES))
     output_stride = aligned_stride(tl.load(row + fields.M_OUTPUT_STRIDE))
     stride = aligned_stride(tl.load(row + fields.M_ROW_STRIDE))
     outputs = aligned(workspace.to(tl.int64) + tl.load(row + fields.M_OUTPUTS_BYTES), tl.float32)
