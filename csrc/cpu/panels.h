@@ -19,7 +19,7 @@ namespace ocnn_fused::cpu {
 constexpr int64_t kMiddlingSide = 256;
 // Longest side that panels take where vectors have 64 bytes: above it nobody has measured who is faster. Shorter
 // vectors have no such limit.
-constexpr int64_t kWidestSideOfLongVectors = 256;
+constexpr int64_t kWidestSideOfLongVectors = 4096;
 // In gram every thread makes the planes that it multiplies. If many threads share few products that is more work and
 // memory than a BLAS takes: sides above the middling are then left to it.
 constexpr int64_t kFewThreads = 8;
