@@ -44,7 +44,7 @@ class Neighbours:
     """Busy processes, which sleep unless they are told to disturb."""
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
-        self._processes = processes
+        self.processes = processes
         self._disturbing = True
         self.disturb(False)
 
@@ -62,7 +62,7 @@ class Neighbours:
     def disturb(self, disturbing: bool) -> None:
         if disturbing == self._disturbing:
             return
-        for process in self._processes:
+        for process in self.processes:
             process.send_signal(signal.SIGCONT if disturbing else signal.SIGSTOP)
         self._disturbing = disturbing
         sleep(SETTLING)

@@ -14,6 +14,8 @@ namespace {
 
 // Problems on panels are worked on together up to this much memory: it should fit the cores' own caches.
 constexpr int64_t kProblemBytes = int64_t{2} << 20;
+// Multiply-adds of gram per lane of a vector below which another thread does not pay.
+constexpr int64_t kLaneProducts = int64_t{1} << 17;
 // Steps of a contraction from which on it pays to cut a thread's share of apply into pieces.
 constexpr int64_t kApplySteps = 64;
 
@@ -34,7 +36,7 @@ class PanelWork {
     const int64_t shared = (rest + at_once - 1) / at_once;
     memory_ = workspace_of_thread(std::max(whole > 0 ? threads : 0, rest > 0 ? at_once : 0) * bytes_);
     jobs_.reserve(threads + shared);
-    for (int64_t thread = 0; thread < threads; ++thread) add_job(job, 0, 1, thread);
+    for (int64_t thread = 0; whole > 0 && thread < threads; ++thread) add_job(job, 0, 1, thread);
     if (whole > 0) {
       phases_.push_back({nullptr, whole, [this](int64_t problem, int64_t thread) {
                            PanelJob<S, T>& own = jobs_[thread];
@@ -79,8 +81,7 @@ class PanelWork {
         [&](int64_t begin, int64_t end) { stages_.apply(job, begin, end); });
   }
 
-  // Cut evenly and where slices end, because every piece makes the planes of the slices that it has part in. The
-  // largest pieces come first.
+  // Cut evenly and where slices end, because every piece makes the planes of the slices that it has part in.
   Phase gram_phase(const PanelJob<S, T>& job, int64_t threads) {
     const int64_t items = job.problems * job.gram_items;
     std::vector<int64_t> cuts{0};
@@ -90,20 +91,16 @@ class PanelWork {
     for (int64_t thread = 0; thread < threads; ++thread) cuts.push_back((thread + 1) * items / threads);
     std::sort(cuts.begin(), cuts.end());
     cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
-    std::vector<std::pair<int64_t, int64_t>> pieces;
-    for (size_t c = 0; c + 1 < cuts.size(); ++c) pieces.emplace_back(cuts[c], cuts[c + 1]);
-    std::stable_sort(pieces.begin(), pieces.end(),
-                     [](const auto& a, const auto& b) { return a.second - a.first > b.second - b.first; });
-    const int64_t count = static_cast<int64_t>(pieces.size());
-    return {"ocnn_fused::evaluate+gram", count, [this, &job, pieces = std::move(pieces)](int64_t piece, int64_t) {
-              stages_.gram(job, pieces[piece].first, pieces[piece].second);
+    const int64_t pieces = static_cast<int64_t>(cuts.size()) - 1;
+    return {"ocnn_fused::evaluate+gram", pieces, [this, &job, cuts = std::move(cuts)](int64_t piece, int64_t) {
+              stages_.gram(job, cuts[piece], cuts[piece + 1]);
             }};
   }
 
   const PanelStages<S, T>& stages_;
   const int64_t threads_, bytes_, pairs_;
   at::Tensor memory_;
-  std::vector<PanelJob<S, T>> jobs_;  // of each thread, then those that all share
+  std::vector<PanelJob<S, T>> jobs_;  // of each thread, if problems stay whole, then those that all share
   std::vector<Phase> phases_;
   std::vector<double> partial_;  // losses of all problems, one per pair of panels
 };
@@ -118,8 +115,9 @@ std::vector<double> execute_panels(const LoweredPlan& plan, at::TensorList weigh
   const GroupTargets<S, T> targets(plan.target, stacked.view(), count, plan.groups, channels);
   const int64_t width = panel_stages<S, T>().width, problems = count * plan.groups;
   const PanelJob<S, T> job(plan, blocks, stacked.view(), stacked_grads.view(), targets.view(), channels, width);
-  const bool small = problems * job.gram_items * width * job.side * job.length < kProductWork;
-  PanelWork<S, T> work(job, problems, small ? 1 : threads_at_hand());
+  const int64_t products = problems * job.gram_items * width * job.side * job.length;  // multiply-adds of gram
+  const double seconds = 3 * static_cast<double>(products) / kProductRate;             // apply has twice as many
+  PanelWork<S, T> work(job, problems, products < kLaneProducts * width ? 1 : threads_for(seconds));
   work.execute();
   std::vector<double> losses(weights.size(), 0.0);
   for (int64_t problem = 0; problem < problems; ++problem) losses[problem / plan.groups] += work.loss(problem);
@@ -153,15 +151,27 @@ LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, cons
   const int64_t rows = weights[0].size(0) / groups, channels = weights[0].size(1);
   const int64_t work = 3 * kLanes * rows * rows * channels * plan.pairs;
   dispatch(weights[0], [&]<typename S, typename T>() {
+    struct Layer {
+      Stacked<const S> weight;
+      Stacked<S> grad;
+      GroupTargets<S, T> targets;
+    };
+    std::vector<Layer> layers;
     for (size_t w = 0; w < weights.size(); ++w) {
-      const Stacked<const S> weight(weights.slice(w, 1));
-      const Stacked<S> grad(at::TensorList(grads).slice(with_grad ? w : 0, with_grad ? 1 : 0));
-      const GroupTargets<S, T> targets(plan.target, weight.view(), 1, groups, channels);
-      const double loss = ordered_sum((groups + kLanes - 1) / kLanes, grain(work), [&](int64_t item) {
-        return weight_stages<S, T>().small(weight.view(), grad.view(), pairs, targets.view(), groups, rows, channels,
-                                           item);
-      });
-      losses.push_back(loss_tensor(loss, weights[w]));
+      Stacked<const S> weight(weights.slice(w, 1));
+      Stacked<S> grad(at::TensorList(grads).slice(with_grad ? w : 0, with_grad ? 1 : 0));
+      GroupTargets<S, T> targets(plan.target, weight.view(), 1, groups, channels);
+      layers.push_back({std::move(weight), std::move(grad), std::move(targets)});
+    }
+    const int64_t items = (groups + kLanes - 1) / kLanes, count = static_cast<int64_t>(layers.size());
+    const std::vector<double> partial = each_item(count * items, grain(work), [&](int64_t i) {
+      const Layer& layer = layers[i / items];
+      return weight_stages<S, T>().small(layer.weight.view(), layer.grad.view(), pairs, layer.targets.view(), groups,
+                                         rows, channels, i % items);
+    });
+    for (int64_t w = 0; w < count; ++w) {
+      const auto first = partial.begin() + w * items;
+      losses.push_back(loss_tensor(std::accumulate(first, first + items, 0.0), weights[w]));
     }
   });
   return {std::move(losses), std::move(grads)};

@@ -16,9 +16,10 @@
 
 namespace ocnn_fused::cpu {
 
-// Multiply-adds of elementwise stages below which another thread does not pay, and the same for products.
+// Multiply-adds of elementwise stages below which another thread does not pay.
 constexpr int64_t kThreadWork = int64_t{1} << 18;
-constexpr int64_t kProductWork = int64_t{1} << 20;
+// Multiply-adds in a second of one thread, roughly, elementwise and in products.
+constexpr double kElementwiseRate = 1e10, kProductRate = 1e11;
 
 inline int64_t grain(int64_t work_per_item) {
   return std::max<int64_t>(1, kThreadWork / std::max<int64_t>(1, work_per_item));
@@ -29,10 +30,10 @@ inline Company& company() {
   return of_this_thread;
 }
 
-// How many threads to share out work to, at most.
-inline int64_t threads_at_hand() {
-  const bool alone = at::in_parallel_region() || at::get_num_threads() == 1 || !company().is_wanted(Clock::now());
-  return alone ? 1 : at::get_num_threads();
+// How many threads to share out work to, at most, that one would do in so many seconds.
+inline int64_t threads_for(double seconds) {
+  if (at::in_parallel_region() || at::get_num_threads() == 1) return 1;
+  return company().is_wanted(Clock::now(), seconds) ? at::get_num_threads() : 1;
 }
 
 // A range that the profiler sees.
@@ -74,20 +75,29 @@ Phase even_phase(const char* name, int64_t items, int64_t pieces, F run) {
 // Calls run(begin, end) for parts of [0, items) that are worth a thread: at least `grain` items.
 template <typename F>
 void share_items(int64_t items, int64_t grain, const F& run) {
-  const int64_t pieces = (items + grain - 1) / grain, threads = pieces > 1 ? threads_at_hand() : 1;
+  const int64_t pieces = (items + grain - 1) / grain;
+  const double seconds = static_cast<double>(pieces * kThreadWork) / kElementwiseRate;
+  const int64_t threads = pieces > 1 ? threads_for(seconds) : 1;
   if (items == 0) return;
   if (threads == 1) return run(0, items);
   share({even_phase(nullptr, items, std::min(pieces, threads), run)}, threads);
 }
 
-// Calls item(i) for all items on some threads and adds up the results in order, whatever thread computed them.
+// item(i) of all items, computed on some threads.
+template <typename F>
+std::vector<double> each_item(int64_t items, int64_t grain, const F& item) {
+  std::vector<double> results(items);
+  share_items(items, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) results[i] = item(i);
+  });
+  return results;
+}
+
+// Their sum, added up in order, whatever thread computed them.
 template <typename F>
 double ordered_sum(int64_t items, int64_t grain, const F& item) {
-  std::vector<double> partial(items);
-  share_items(items, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) partial[i] = item(i);
-  });
-  return std::accumulate(partial.begin(), partial.end(), 0.0);
+  const std::vector<double> results = each_item(items, grain, item);
+  return std::accumulate(results.begin(), results.end(), 0.0);
 }
 
 // Workspace kept by a thread between calls: fresh memory costs more than the stages that write it.
