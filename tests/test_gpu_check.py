@@ -98,4 +98,5 @@ def test_planted_mistakes_are_seen() -> None:
         assert re.fullmatch(r"\['\d+ multiply-adds are executed, the plans have \d+'\]", step_missing)
         assert re.match(r"\['\d+ matrix instructions, but \d+ in LLVM IR', '\d+ multiply-adds", instruction_missing)
     assert spills == "1 2"
-    assert does_not_fit == "['not one program fits on a multiprocessor']"
+    # The registers that older versions of Triton spill in the whole single kernel come behind.
+    assert does_not_fit.startswith("['not one program fits on a multiprocessor'")

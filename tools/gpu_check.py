@@ -98,8 +98,9 @@ TARGETS = {
 
 _POINTERS = {
     "table": "*i64", "constants": "*fp32", "tiles": "*i32", "weights": "*i64", "workspace": "*u8", "partials": "*fp32",
-    "grads": "*u8", "losses": "*fp32", "arrivals": "*i32",
+    "grads": "*u8", "losses": "*fp32", "arrivals": "*i32", "targets": "*i64", "factors": "*fp64",
 }  # fmt: skip
+_NUMBERS = {"factor": "fp32"}
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ class Job:
     precision: str
     config: Config
     target: str
+    adds: bool = False  # to gradients that are there
 
     @property
     def options(self) -> dict[str, int]:
@@ -144,7 +146,7 @@ class Job:
 
     @property
     def constants(self) -> dict[str, object]:
-        return kernel_constants(self.kernel, self.precision, self.config)
+        return kernel_constants(self.kernel, self.precision, self.config, self.adds)
 
     @property
     def function(self) -> triton.JITFunction:
@@ -201,6 +203,8 @@ def jobs(targets: Sequence[str]) -> Iterator[Job]:
                 yield Job("apply", precision, config, target)
         default = shipped["ieee"][0]
         yield from (Job(kernel, "ieee", default, target) for kernel in ("squares", "evaluate", "mix", "gather"))
+        yield Job("gather", "ieee", default, target, adds=True)
+        yield from (Job("apply", precision, configs[0], target, adds=True) for precision, configs in shipped.items())
         yield Job("evaluate", "bf16", default, target)
         if "tf32" in shipped:
             yield from (Job(kernel, "tf32", default, target) for kernel in ("evaluate", "mix"))
@@ -210,7 +214,7 @@ def compile_job(job: Job) -> triton.compiler.CompiledKernel:
     constants = job.constants
     signature, attributes = {}, {}
     for index, name in enumerate(job.function.arg_names):
-        signature[name] = "constexpr" if name in constants else _POINTERS.get(name, "i32")
+        signature[name] = "constexpr" if name in constants else (_POINTERS | _NUMBERS).get(name, "i32")
         if name in _POINTERS:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)

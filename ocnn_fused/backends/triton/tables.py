@@ -573,6 +573,7 @@ class _Builder:
                     self.write(term.row(planes[block], outputs, group, swapped))
                 row = GradientRow(
                     small=0,
+                    weight=weight.index,
                     in_grads=int(in_grads),
                     target_bytes=target.at(plane, group),
                     row_stride=target.row_stride,
