@@ -5,24 +5,10 @@ from __future__ import annotations
 from statistics import mean
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 pytest.importorskip("sklearn")
 
-from digits import Outcome, Settings, singular_values, table, train
-
-
-@pytest.mark.parametrize(("rows", "channels", "stride"), [(3, 2, 1), (2, 3, 1), (4, 2, 2)])
-def test_singular_values_are_those_of_the_matrix(rows: int, channels: int, stride: int) -> None:
-    size = 4
-    torch.manual_seed(0)
-    weight = torch.randn(rows, channels, 3, 3, dtype=torch.float64)
-    units = torch.eye(channels * size * size, dtype=torch.float64).reshape(-1, channels, size, size)
-    images = F.conv2d(F.pad(units, (1, 1, 1, 1), mode="circular"), weight, stride=stride)
-    expected = torch.linalg.svdvals(images.flatten(1))
-    actual = singular_values(weight, stride, size).flatten().sort(descending=True).values
-    torch.testing.assert_close(actual, expected)
+from digits import Outcome, Settings, table, train
 
 
 @pytest.mark.slow
