@@ -79,9 +79,9 @@ def network() -> str:
 
 
 def zeros(stride: int) -> str:
-    weight = torch.randn(128, 64, 3, 3, generator=torch.Generator().manual_seed(0)) / 24
+    weight = torch.randn(64, 128, 3, 3, generator=torch.Generator().manual_seed(0)) / 24
     values = singular_values(weight, 16, padding_mode="zeros", stride=stride)
-    return f"{len(values):,} values of the zero-padded 128x64x3x3 at 16x16, stride {stride}"
+    return f"{len(values):,} values of the zero-padded 64x128x3x3 at 16x16, stride {stride}"
 
 
 def _measured(work: Callable[[], str], threads: int) -> str:

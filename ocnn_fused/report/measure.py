@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import fused_orth_loss
-from ..regularizer.modules import named_layers, unwrap
+from ..modules import named_layers, unwrap
 from ..spectrum import FilterSimilarity, dead_filters, filter_similarity, layer_sizes, summary, values_by_frequency
 from ..spectrum.network import circular_size
 from ..spectrum.operator import operator_of

@@ -106,6 +106,7 @@ class _Cells:
         axes = max(1, len(symbol.degrees))
         counts = tuple(max(1, 2 * axes * degree) for degree in symbol.degrees)
         self.centres = grid(counts, (1,) * len(counts), symbol.kernel.device).angles
+        self._gram = self._symbol.gram(len(self.centres))
         self._half_widths = [pi / count for count in counts]
         self.seen = 0
 
@@ -117,7 +118,7 @@ class _Cells:
     def values(self, smallest: bool) -> Tensor:
         """The smallest or largest singular value at every centre."""
         self.seen += len(self.centres)
-        parts = [block_values(self._symbol, angles).flatten(1) for angles in self._symbol.pieces(self.centres)]
+        parts = [block_values(self._gram, angles).flatten(1) for angles in self._gram.pieces(self.centres)]
         values = torch.cat(parts)
         return values.amin(1) if smallest else values.amax(1)
 
