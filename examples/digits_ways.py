@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import mean, stdev
+from typing import Any
 
 import torch
 from digits import CHOOSING_SEED, FOLDS, Outcome, Settings, train
@@ -56,14 +57,16 @@ class Results:
         self.path = path
         self.outcomes: dict[Job, list[Outcome]] = {}
         for line in path.read_text().splitlines() if path.exists() else ():
-            record = json.loads(line)
-            folds = zip(record["accuracy"], *record["condition"].values(), strict=True)
-            self.outcomes[Job(Settings(**record["settings"]), record["seed"])] = [
-                Outcome(accuracy, dict(zip(record["condition"], ratios, strict=True))) for accuracy, *ratios in folds
-            ]
+            self._keep(json.loads(line))
+
+    def _keep(self, record: dict[str, Any]) -> None:
+        names, folds = list(record["condition"]), zip(record["accuracy"], *record["condition"].values(), strict=True)
+        self.outcomes[Job(Settings(**record["settings"]), record["seed"])] = [
+            Outcome(accuracy, dict(zip(names, ratios, strict=True))) for accuracy, *ratios in folds
+        ]
 
     def add(self, job: Job, outcomes: list[Outcome]) -> None:
-        self.outcomes[job] = outcomes
+        """As it will be read again: what is chosen must not depend on where a run was stopped."""
         record = {
             "settings": asdict(job.settings),
             "seed": job.seed,
@@ -73,6 +76,7 @@ class Results:
                 for name in outcomes[0].condition
             },
         }
+        self._keep(record)
         with self.path.open("a") as file:
             file.write(json.dumps(record) + "\n")
 

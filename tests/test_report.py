@@ -355,6 +355,23 @@ def test_as_a_module(checkpoint: Path) -> None:
     assert (missing.returncode, missing.stderr) == (2, "error: checkpoint none.pt does not exist\n")
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_of_hugging_face(tmp_path: Path) -> None:
+    """Its layers stand in modules of their own kind, and it returns a dataclass; random weights, nothing is fetched."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+    )
+    model = transformers.ResNetForImageClassification(config)
+    (network,) = report(model, (3, 32, 32), tmp_path / "net.html")
+    assert not network.left_out
+    stem = network.layers["resnet.embedder.embedder.convolution"]
+    assert (stem.shape, stem.stride, stem.input_size) == ((8, 3, 7, 7), (2, 2), (32, 32))
+    assert network.layers["classifier.1"].shape == (3, 16)
+    assert Page((tmp_path / "net.html").read_text()).counts["tr"] == len(network.layers) + 1
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # A real browser
 # ----------------------------------------------------------------------------------------------------------------------
