@@ -355,6 +355,16 @@ def test_as_a_module(checkpoint: Path) -> None:
     assert (missing.returncode, missing.stderr) == (2, "error: checkpoint none.pt does not exist\n")
 
 
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As in ``python -m ocnn_fused explain .. | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ocnn_fused", "explain", "8,8,3,3"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_a_network_of_hugging_face(tmp_path: Path) -> None:
     """Its layers stand in modules of their own kind, and it returns a dataclass; random weights, nothing is fetched."""
