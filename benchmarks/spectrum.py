@@ -27,7 +27,11 @@ from torch import Tensor
 from ocnn_fused.spectrum import network_spectra, singular_values, spectral_norm
 
 #: Channels, size, and by how much all values and the largest alone should be faster.
-LAYERS = ((64, 32, None, 10.0), (128, 16, 3.0, 10.0), (256, 16, 5.0, 10.0))
+LAYERS: tuple[tuple[int, int, float | None, float | None], ...] = (
+    (64, 32, None, None),
+    (128, 16, 3.0, 10.0),
+    (256, 16, 5.0, 10.0),
+)
 TOLERANCE = 1e-10
 
 

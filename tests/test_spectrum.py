@@ -21,6 +21,7 @@ from ocnn_fused.spectrum import (
     singular_values,
     spectral_norm,
     summary,
+    upper_bound,
 )
 from ocnn_fused.spectrum.matrix import extreme_values
 from ocnn_fused.spectrum.operator import operator_of
@@ -308,6 +309,22 @@ def test_interpolated_gram_matrices_are_the_products(shape: tuple[int, ...]) -> 
         assert (interpolated.samples is None) == (shape[2:] == (1, 1))
         difference = interpolated.at(angles) - multiplied.at(angles)
         assert difference.abs().max() <= limit * multiplied.at(angles).abs().max()
+
+
+@pytest.mark.parametrize("noise", [1e-9, 1.0])
+def test_threads_give_the_values_of_one(noise: float) -> None:
+    weight = init.orthogonal_(torch.empty(48, 48, 3, 3), generator=torch.Generator().manual_seed(0)).double()
+    weight += noise * torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append((singular_values(weight, 8), spectral_norm(weight, 8), upper_bound(weight)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for one, several in zip(*found, strict=True):
+        torch.testing.assert_close(one, several, rtol=1e-12, atol=1e-12)
 
 
 def test_summary_of_known_values() -> None:

@@ -84,7 +84,7 @@ def measure(
     sizes = layer_sizes(model, input_shape)
     similarities = {} if images is None else filter_similarity(model, images, names)
     found, left_out = {}, {}
-    for name in with_progress(names, progress, title):
+    for name in with_progress(names, progress, title, len(names)):
         if name not in sizes:
             left_out[name] = "the input does not reach it"
             continue

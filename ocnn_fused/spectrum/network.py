@@ -79,7 +79,7 @@ def network_spectra(
     sizes = layer_sizes(model, input_shape)
     names = [name for name in (modules if layers is None else layers) if name in sizes]
     spectra = {}
-    for name in with_progress(names, progress, "layers"):
+    for name in with_progress(names, progress, "layers", len(names)):
         with torch.no_grad():
             spectra[name] = singular_values(
                 modules[name], circular_size(modules[name], sizes[name]), progress=False if progress else None

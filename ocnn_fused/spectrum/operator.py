@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd, pi, prod
 from typing import Any, Literal
 
@@ -19,6 +20,9 @@ Ints = int | Sequence[int]
 
 #: Bytes that the frequency blocks of one piece may take, with what is computed from them.
 PIECE_BYTES = 1 << 28
+
+#: Side from which on decomposing a matrix takes longer than handing it to a thread.
+SIDE_FOR_THREADS = 48
 
 
 class LayerOptions(TypedDict, total=False):
@@ -117,11 +121,26 @@ class Gram:
         imaginary = (plus - minus).to(values.real.dtype) @ values.imag.flatten(1)
         return torch.complex(real, imaginary).reshape(-1, *values.shape[1:])
 
-    def pieces(self, angles: Tensor) -> list[Tensor]:
-        """``angles`` in pieces for which what is computed fits into :data:`PIECE_BYTES`."""
+    @cached_property
+    def accurate_to(self) -> Tensor:
+        """Rounding errors are as those of numbers of this size, 0-dim."""
+        if self.samples is None:
+            return self.symbol.kernel.new_zeros(())  # the errors of each matrix are relative to its own size
+        return torch.linalg.matrix_norm(self.samples[1]).max()
+
+    @property
+    def threads(self) -> int:
+        """How many should work on pieces of a batch."""
+        worth = self.symbol.kernel.device.type == "cpu" and self.symbol.rows >= SIDE_FOR_THREADS
+        return torch.get_num_threads() if worth else 1
+
+    def pieces(self, angles: Tensor, threads: int = 1) -> list[Tensor]:
+        """``angles`` in pieces, some for each of several threads; what is there at a time fits into PIECE_BYTES."""
         groups, rows, columns = self.symbol.kernel.shape[:3]
         widths = 3 * rows + (3 * columns if self.samples is None else 0)
-        return list(angles.split(max(1, PIECE_BYTES // (2 * self.symbol.kernel.itemsize * groups * rows * widths))))
+        most = PIECE_BYTES // threads // (2 * self.symbol.kernel.itemsize * groups * rows * widths)
+        evenly = len(angles) if threads == 1 else -(-len(angles) // (4 * threads))
+        return list(angles.split(max(1, min(most, evenly))))
 
     def _kernel(self, angles: Tensor) -> Tensor:
         """``D`` of (..., n)."""

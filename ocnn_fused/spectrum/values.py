@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from typing import Literal, TypeVar
 
@@ -83,9 +85,11 @@ def _by_frequency(operator: Operator, input_size: Ints, progress: bool | None) -
     work = prod(symbol.kernel.shape[:3]) * symbol.rows * len(frequencies.angles)
     long = work > _LONG if progress is None else progress
     gram = symbol.gram(len(frequencies.angles))
-    pieces = with_progress(gram.pieces(frequencies.angles), long, "frequencies")
-    parts = [block_values(gram, angles).flatten(1) for angles in pieces]
-    return torch.cat(parts)[frequencies.place]
+    threads = 1 if symbol.kernel.requires_grad else gram.threads
+    pieces = gram.pieces(frequencies.angles, threads)
+    results = in_threads(partial(block_values, gram), pieces, threads)
+    parts = with_progress(results, long, "frequencies", len(pieces))
+    return torch.cat([part.flatten(1) for part in parts])[frequencies.place]
 
 
 def _is_zeros(padding_mode: PaddingMode) -> bool:
@@ -104,7 +108,8 @@ def block_values(gram: Gram, angles: Tensor) -> Tensor:
     squares = torch.linalg.eigvalsh(gram.at(angles))
     values = squares.clamp(min=0).sqrt()
     if symbol.exact_zeros:
-        unsafe = (squares[..., 0] <= _SAFE_RATIO * squares.max()).any(-1)
+        size = squares[..., -1].clamp(min=gram.accurate_to)
+        unsafe = (squares[..., 0] <= _SAFE_RATIO * size).any(-1)
         if unsafe.any():
             values[unsafe] = torch.linalg.svdvals(symbol.blocks(angles[unsafe]))
     return values
@@ -113,16 +118,32 @@ def block_values(gram: Gram, angles: Tensor) -> Tensor:
 Item = TypeVar("Item")
 
 
-def with_progress(items: Sequence[Item], show: bool, label: str) -> Iterator[Item]:
-    """``items``, with a bar if there are several, tqdm is installed and stderr is a terminal."""
-    if show and len(items) > 1 and sys.stderr.isatty():
+def with_progress(items: Iterable[Item], show: bool, label: str, count: int) -> Iterator[Item]:
+    """``items``, ``count`` of them, with a bar if there are several, tqdm is installed and stderr is a terminal."""
+    if show and count > 1 and sys.stderr.isatty():
         try:
             from tqdm import tqdm  # type: ignore[import-untyped]
         except ImportError:
             pass
         else:
-            return iter(tqdm(items, desc=label, leave=False))
+            return iter(tqdm(items, desc=label, leave=False, total=count))
     return iter(items)
+
+
+def in_threads(function: Callable[[Tensor], Tensor], pieces: Sequence[Tensor], threads: int) -> Iterator[Tensor]:
+    """``function`` of every piece, in order, ``threads`` at a time; for what has no graph if that is more than one.
+
+    LAPACK takes one matrix of a batch after the other, and its own threads only slow down matrices of these sizes.
+    """
+    if threads == 1 or len(pieces) == 1:
+        yield from map(function, pieces)
+        return
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            yield from pool.map(function, pieces)
+        finally:  # the workers have set what threads to come would start with
+            torch.set_num_threads(before)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -191,25 +212,35 @@ def _largest_square(double: Gram, single: Gram, angles: Tensor, best: Tensor) ->
     # Tens of times the rounding errors.
     margin = 8 * (single.symbol.rows + 8) * torch.finfo(torch.float32).eps
     if best > 0:
-        left = left[~_are_below(grams, best * (1 - margin))]
+        left = left[~_are_below(grams, left, best * (1 - margin), double.threads)]
     while len(left):
         first = left[likely[left].argmax(0, keepdim=True)]
-        square = torch.linalg.eigvalsh(double.at(angles[first])).amax()
+        square = _largest_eigenvalues(double, angles[first]).squeeze()
         if square <= best:  # float32 cannot tell what is left from the best
-            squares = [torch.linalg.eigvalsh(double.at(angles[part])).amax((1, 2)) for part in double.pieces(left)]
-            square, place = torch.cat(squares).max(0, keepdim=True)
+            pieces = double.pieces(angles[left], double.threads)
+            squares = in_threads(partial(_largest_eigenvalues, double), pieces, double.threads)
+            square, place = torch.cat(list(squares)).max(0, keepdim=True)
             return (square.squeeze(), left[place]) if square > best else (best, index)
         best, index = square, first
         left = left[left != first]
-        left = left[~_are_below(grams[left], best * (1 - margin))]
+        left = left[~_are_below(grams, left, best * (1 - margin), double.threads)]
     return best, index
 
 
-def _are_below(grams: Tensor, bound: Tensor) -> Tensor:
-    """Whether all eigenvalues of ``grams`` (F, groups, r, r) are below ``bound``: (F,)."""
-    gaps = -grams
-    gaps.diagonal(dim1=-2, dim2=-1).add_(bound.to(grams.real.dtype))
-    return (torch.linalg.cholesky_ex(gaps).info == 0).all(-1)
+def _largest_eigenvalues(gram: Gram, angles: Tensor) -> Tensor:
+    """At each of ``angles``, of all groups: (F,)."""
+    return torch.linalg.eigvalsh(gram.at(angles)).amax((1, 2))
+
+
+def _are_below(grams: Tensor, chosen: Tensor, bound: Tensor, threads: int) -> Tensor:
+    """Whether all eigenvalues of the ``chosen`` among ``grams`` (F, groups, r, r) are below ``bound``, one by one."""
+
+    def are_below(part: Tensor) -> Tensor:
+        gaps = -grams[part]
+        gaps.diagonal(dim1=-2, dim2=-1).add_(bound.to(grams.real.dtype))
+        return (torch.linalg.cholesky_ex(gaps).info == 0).all(-1)
+
+    return torch.cat(list(in_threads(are_below, chosen.split(max(1, -(-len(chosen) // threads))), threads)))
 
 
 def _likely_square(grams: Tensor) -> Tensor:
