@@ -91,6 +91,12 @@ def test_layers_that_cannot_be_looked_at_are_left_out_and_named(tmp_path: Path) 
         report(model, (3, 8, 8), layers=["layer9"])
 
 
+def test_a_model_that_is_a_layer_has_a_name(tmp_path: Path) -> None:
+    (network,) = report(nn.Conv2d(4, 4, 3), (4, 8, 8), tmp_path / "net.html")
+    assert list(network.layers) == ["the model"]
+    assert ">the model<" in (tmp_path / "net.html").read_text()
+
+
 class Page(HTMLParser):
     """Counts what a page has, and checks that every element is closed."""
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from ..modules import named_layers, unwrap
+from ..modules import label, named_layers, unwrap
 from .operator import LayerOptions, operator_of
 from .similarity import evaluation
 from .values import Summary, singular_values, with_progress
@@ -131,7 +131,7 @@ class SpectrumLogger:
         if step % self.every:
             return {}
         values = {
-            f"{self.prefix}{name}/{quantity}": value
+            f"{self.prefix}{label(name)}/{quantity}": value
             for name, found in self.reg.spectrum(self.input_shape).items()
             for quantity, value in found.as_floats().items()
             if quantity in ("largest", "smallest", "near_one")
