@@ -17,13 +17,15 @@ constexpr int64_t kProblemBytes = int64_t{2} << 20;
 // One loss per weight.
 template <typename S, typename T>
 std::vector<double> execute_panels(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads,
-                                   const std::vector<BlockView<T>>& blocks) {
+                                   const std::vector<BlockView<T>>& blocks, const Epilogue& epilogue) {
   const PanelStages<S, T>& stages = panel_stages<S, T>();
   const Stacked<const S> stacked(weights);
-  const Stacked<S> stacked_grads(grads);
+  const Stacked<S> stacked_grads(grads, !epilogue.targets.empty());
   const int64_t count = static_cast<int64_t>(weights.size()), channels = weights[0].size(1);
   const GroupTargets<S, T> targets(plan.target, stacked.view(), count, plan.groups, channels);
-  PanelJob<S, T> job(plan, blocks, stacked.view(), stacked_grads.view(), targets.view(), channels, stages.width);
+  const GroupFactors<T> factors(epilogue, plan.groups);
+  PanelJob<S, T> job(plan, blocks, stacked.view(), stacked_grads.view(), targets.view(), factors.view(), channels,
+                     stages.width);
   const int64_t problems = count * plan.groups, bytes = job.elements * sizeof(T);
   const int64_t at_once = std::clamp<int64_t>(kProblemBytes / bytes, 1, problems);
   const at::Tensor memory = workspace_of_thread(at_once * bytes);
@@ -53,48 +55,57 @@ std::vector<double> execute_panels(const LoweredPlan& plan, at::TensorList weigh
 }
 
 LossesAndGrads execute_plan(at::TensorList weights, const LoweredPlan& plan, const at::Tensor& tables,
-                            const at::Tensor& constants, bool with_grad) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
+                            const at::Tensor& constants, bool with_grad, const Epilogue& epilogue) {
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
   dispatch(weights[0], [&]<typename S, typename T>() {
     std::vector<double> values;
     const int64_t rows = weights[0].size(0) / plan.groups, channels = weights[0].size(1);
     if (fits_panels(panel_stages<S, T>(), plan, rows, channels, at::get_num_threads())) {
-      values = execute_panels<S, T>(plan, weights, grads, blocks_of<T>(plan, tables, constants));
+      values = execute_panels<S, T>(plan, weights, grads, blocks_of<T>(plan, tables, constants), epilogue);
     } else {
-      Device<S, T> device(plan, weights, grads, tables, constants);
-      Pipeline<S, T, Device<S, T>>(device, plan, weights, grads).execute();
+      Device<S, T> device(plan, weights, grads, tables, constants, epilogue);
+      Pipeline<S, T, Device<S, T>>(device, plan, weights, grads, !epilogue.targets.empty()).execute();
       values = device.losses();
     }
     for (size_t w = 0; w < weights.size(); ++w) losses.push_back(loss_tensor(values[w], weights[w]));
   });
+  if (!epilogue.targets.empty()) grads.clear();
   return {std::move(losses), std::move(grads)};
 }
 
-LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad) {
+LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad,
+                             const Epilogue& epilogue) {
   const int64_t* numbers = tables.const_data_ptr<int64_t>();
   const TapPairs pairs{numbers + plan.left, numbers + plan.right, numbers + plan.lag_begin, plan.lags};
   const int64_t groups = plan.groups;
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, groups, with_grad);
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, groups, with_grad, epilogue);
   const int64_t rows = weights[0].size(0) / groups, channels = weights[0].size(1);
   const int64_t work = 3 * kLanes * rows * rows * channels * plan.pairs;
   dispatch(weights[0], [&]<typename S, typename T>() {
+    const GroupFactors<T> factors(epilogue, groups);
     for (size_t w = 0; w < weights.size(); ++w) {
       const Stacked<const S> weight(weights.slice(w, 1));
-      const Stacked<S> grad(at::TensorList(grads).slice(with_grad ? w : 0, with_grad ? 1 : 0));
+      const Stacked<S> grad(at::TensorList(grads).slice(with_grad ? w : 0, with_grad ? 1 : 0),
+                            !epilogue.targets.empty());
+      const Factors<T> own = factors.view().from(static_cast<int64_t>(w));
       const GroupTargets<S, T> targets(plan.target, weight.view(), 1, groups, channels);
       const double loss = ordered_sum((groups + kLanes - 1) / kLanes, grain(work), [&](int64_t item) {
-        return weight_stages<S, T>().small(weight.view(), grad.view(), pairs, targets.view(), groups, rows, channels,
-                                           item);
+        return weight_stages<S, T>().small(weight.view(), grad.view(), pairs, targets.view(), own, groups, rows,
+                                           channels, item);
       });
       losses.push_back(loss_tensor(loss, weights[w]));
     }
   });
+  if (!epilogue.targets.empty()) grads.clear();
   return {std::move(losses), std::move(grads)};
 }
 
-LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad) {
-  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad)
-                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad);
+LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad,
+                       const std::optional<at::Tensor>& factors, at::IntArrayRef places, double factor, bool per_target,
+                       at::TensorList targets) {
+  const Epilogue epilogue{factors, places, factor, per_target, targets};
+  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad, epilogue)
+                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad, epilogue);
 }
 
 }  // namespace

@@ -88,10 +88,12 @@ inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLan
 template <typename S, typename T>
 struct PanelJob {
   PanelJob(const LoweredPlan& plan, const std::vector<BlockView<T>>& blocks, const WeightView<const S>& weight,
-           const WeightView<S>& grad, const Targets<T>& targets, int64_t channels, int64_t width)
+           const WeightView<S>& grad, const Targets<T>& targets, const Factors<T>& factors, int64_t channels,
+           int64_t width)
       : weight(weight),
         grad(grad),
         targets(targets),
+        factors(factors),
         blocks(blocks),
         slices(slices_of(blocks)),
         all_lags(2 * plan.lags - 1),
@@ -124,6 +126,7 @@ struct PanelJob {
   const WeightView<const S> weight;
   const WeightView<S> grad;  // no data: no gradient is wanted
   const Targets<T> targets;
+  const Factors<T> factors;
   const std::vector<BlockView<T>>& blocks;
   const std::vector<Slice> slices;
   const int64_t all_lags;
