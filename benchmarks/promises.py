@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import compare
+import contention
 import latency
 import memory
 import peers
@@ -82,6 +83,13 @@ def _of_threads(kept: Kept) -> Iterator[Promise]:
         yield _at_least(f"{layer.label}: one thread / two threads", scaling.THREAD_TARGET, value)
 
 
+def _of_neighbours(kept: Kept) -> Iterator[Promise]:
+    for name, limit in contention.SLOWER.items():
+        yield _at_most(f"{name}, disturbed / quiet", limit, contention.slower(kept["contention"], name), "x")
+        ahead = contention.ahead(kept["contention"], name, contention.DISTURBED)
+        yield _at_least(f"{name}, both disturbed: reference / fused", contention.AHEAD, ahead)
+
+
 def _of_fixed_costs(kept: Kept) -> Iterator[Promise]:
     for section, limit in latency.TARGETS.items():
         for row in latency.judged(kept["latency"].where(section=section)):
@@ -112,7 +120,7 @@ def _of_peers(kept: Kept) -> Iterator[Promise]:
 
 
 def promises(kept: Kept) -> list[Promise]:
-    parts = (_of_networks, _of_threads, _of_fixed_costs, _of_memory, _of_peers)
+    parts = (_of_networks, _of_threads, _of_neighbours, _of_fixed_costs, _of_memory, _of_peers)
     return [promise for part in parts for promise in part(kept)]
 
 

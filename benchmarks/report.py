@@ -20,6 +20,7 @@ from time import perf_counter
 
 import accuracy
 import compare
+import contention
 import latency
 import memory
 import peers
@@ -34,7 +35,8 @@ from tables import markdown
 
 DOCS = ROOT / "docs"
 COMMANDS = {
-    module.COMMAND: module for module in (compare, training_overhead, scaling, memory, accuracy, peers, latency)
+    module.COMMAND: module
+    for module in (compare, training_overhead, scaling, memory, accuracy, peers, contention, latency)
 }
 
 
@@ -61,6 +63,7 @@ PARTS: dict[str, Part] = {
     "memory": Part("memory"),
     "accuracy": Part("accuracy"),
     "peers": Part("peers"),
+    "contention": Part("contention", ("--quick",)),
     "latency": Part("latency"),
 }
 
@@ -108,6 +111,10 @@ ABOUT: dict[str, tuple[str, str]] = {
         "What other packages pay to keep a layer orthogonal, or 1-Lipschitz, by construction: the same network of six "
         "3x3 convolutions, trained for the same steps. `reg()` and `project_` start from exactly orthogonal kernels "
         "and pull towards them; they do not enforce. A package that is not installed is named as such.",
+    ),
+    "contention": (
+        "A busy neighbour",
+        "Quiet and disturbed turns alternate; a neighbour is a process that does nothing but count.",
     ),
     "latency": ("Fixed costs", "Import, first call and a warm call."),
 }

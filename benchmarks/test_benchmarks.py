@@ -22,18 +22,14 @@ from typing import Any, ClassVar
 import accuracy
 import check
 import compare
-<<<<<<< HEAD
 import contenders
+import contention
 import definitions
 import harness
 import latency
 import memory
 import peers
 import promises
-=======
-import contention
-import panels
->>>>>>> main
 import pytest
 import ranks
 import record
@@ -122,6 +118,7 @@ COMMANDS: dict[str, tuple[Callable[..., None], tuple[str, ...], tuple[str, ...]]
     "accuracy": (accuracy.main, (), ("8x8x3x3, random", "8x8x3x3, near orthogonal")),
     "peers": (peers.main, ("--width", "4", "--batch", "2"), ("width 4, batch 2",)),
     "latency": (latency.main, (), ("import", "first call", "warm call")),
+    "contention": (contention.main, (), (contention.LAYER, contention.NETWORK)),
 }
 
 
@@ -568,38 +565,10 @@ def test_an_unknown_device_is_named() -> None:
 
 
 def test_overhead_at_another_batch_scales_the_plain_step_alone() -> None:
-<<<<<<< HEAD
     known = {"subject": "network", "measure": training_overhead.WALL, "details": {"batch": 4, "wanted_batch": 16}}
     rows = Rows([row("plain", 2.0, **known), row("reg() alone", 0.4, **known)])
     assert training_overhead.plain_step(rows, training_overhead.WALL) == pytest.approx(8.0)
     assert training_overhead.share_of_step(rows, training_overhead.WALL, "reg()") == pytest.approx(0.05)
-=======
-    def seconds(value: float) -> Samples:
-        return Samples([value, value + 10.0])  # a slow second round, for all alike
-
-    steps_seconds = {"plain": 2.0, "reference": 6.0, "reg()": 2.5, "add_grad_": 2.2}
-    alone = {f"{which} alone": Samples([time]) for which, time in (("reference", 4.0), ("reg()", 0.4))}
-    samples = {which: seconds(time) for which, time in steps_seconds.items()} | alone
-    case = training_overhead.Case("network", (1,), cifar=True, batch=4, wanted_batch=16)
-    result = training_overhead.Result(case, {"wall": samples}, None)
-    assert result.adds("wall", "reg()") == pytest.approx(0.5)
-    assert result.ratios("wall", "reg()") == pytest.approx((0.125, 0.1))
-    assert result.share_of_step("wall", "reg()") == pytest.approx(0.4 / (4 * 7.0))  # 7: median of 2 and 12
-
-
-def test_contention_takes_turns_with_sleeping_and_busy_neighbours() -> None:
-    told: list[bool] = []
-
-    class Recorded(contention.Neighbours):
-        def disturb(self, disturbing: bool) -> None:
-            told.append(disturbing)
-
-    case = contention.layer_case()
-    result = contention.measure(case, Recorded([]), rounds=2)
-    assert {len(samples.seconds) for samples in result.samples.values()} == {2}
-    assert set(result.samples) == {(side, disturbed) for side in IMPLEMENTATIONS for disturbed in (False, True)}
-    assert set(told) == {False, True}
-    assert "| 64x64x3x3 | fused |" in contention.table([result])
 
 
 def test_neighbours_are_busy_only_when_told() -> None:
@@ -623,17 +592,11 @@ def test_neighbours_are_busy_only_when_told() -> None:
 
 
 def test_contention_verdicts() -> None:
-    case = contention.Case("layer", contention.Limits(slower=4.0, ahead=6.0), {})
+    def verdict(disturbed: float, reference: float) -> str:
+        known = {"section": contention.LAYER}
+        fused = [row(f"{FUSED}, quiet", 1.0, **known), row(f"{FUSED}, disturbed", disturbed, **known)]
+        rows = [*fused, row(f"{REFERENCE}, quiet", 9.0, **known), row(f"{REFERENCE}, disturbed", reference, **known)]
+        return contention.tables(Rows(rows))
 
-    def verdicts(disturbed: float, reference: float) -> list[bool]:
-        samples: dict[tuple[Implementation, bool], Samples] = {
-            ("fused", False): Samples([1.0]),
-            ("fused", True): Samples([disturbed]),
-            ("reference", False): Samples([9.0]),
-            ("reference", True): Samples([reference]),
-        }
-        return [met for met, _ in contention.Result(case, samples).verdicts()]
-
-    assert verdicts(3.0, 30.0) == [True, True]
-    assert verdicts(5.0, 29.0) == [False, False]
->>>>>>> main
+    assert "4x met, ahead 6x met" in verdict(3.0, 30.0)
+    assert "4x missed, ahead 6x missed" in verdict(5.0, 29.0)
