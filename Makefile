@@ -29,7 +29,7 @@ PIP    := $(PY) -m pip --quiet --disable-pip-version-check
 BUILD_TOOLS := 'setuptools>=77.0.3' wheel ninja pybind11
 EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
 NATIVE := $(shell find csrc)
-CLANG  := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training lint format sanitize gpu gpu-check \
     cuda-build dist clean nvcc FORCE

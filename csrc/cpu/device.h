@@ -1,8 +1,6 @@
 // The CPU as a device of the pipeline: elementwise stages on threads, products by the BLAS.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <numeric>
 #include <vector>
 
@@ -64,7 +62,7 @@ class Device {
         continue;
       }
       std::vector<double> partial(pairs);
-      at::parallel_for(0, pairs, grain(mix_work()), [&](int64_t begin, int64_t end) {
+      share_items(pairs, grain(mix_work()), [&](int64_t begin, int64_t end) {
         stage.tiles(x, blocks_, 2 * plan_.lags - 1, group, target, wanted, begin, end, partial.data());
       });
       loss += std::accumulate(partial.begin(), partial.end(), 0.0);
@@ -102,7 +100,7 @@ class Device {
     for (const BlockView<T>& view : blocks_) work += view.block->residues * grid_work(view.evaluation);
     const Strips strips(window, most_residues(blocks_));
     work *= std::min(kStrip, (strips.rows * window.channels() + kLanes - 1) / kLanes * kLanes);  // idle lanes cost too
-    at::parallel_for(0, strips.count(window), grain(work), stage);
+    share_items(strips.count(window), grain(work), stage);
   }
 
   const LoweredPlan& plan_;
