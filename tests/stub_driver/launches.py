@@ -12,6 +12,7 @@ import contextlib
 import ctypes
 import json
 import os
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -73,6 +74,10 @@ LAYERS = [
 ]
 
 
+POINTERS = {"table", "constants", "tiles", "weights", "workspace", "partials", "grads", "targets", "losses"}
+POINTERS |= {"arrivals", "factors"}
+
+
 class DeviceMemory(TorchDispatchMode):
     """What is allocated inside counts as memory of the device."""
 
@@ -103,7 +108,10 @@ def expected(call: Call, kernel: str) -> dict[str, int]:
         "partials": call.partials.data_ptr(),
         "grads": call.grads_buffer.data_ptr(),
         "losses": call.losses.data_ptr(),
-        "with_grad": 1,
+        "targets": call.targets.data_ptr(),
+        "with_grad": call.scaling[0],
+        "factors": call.scaling[1].data_ptr(),
+        "factor": int.from_bytes(struct.pack("<f", call.scaling[2]), "little"),
         "loss_rows": tables.loss_rows,
         "count": tables.count,
         **{f"{stage}_end": end for stage, end in zip(STAGES, tables.ends, strict=True)},
@@ -121,8 +129,7 @@ def launches(call: Call) -> list[dict[str, Any]]:
         wrong = []
         for parameter, text in zip(names, parameters, strict=False):
             size, value = map(int, text.split(":"))
-            pointer = parameter in ("arrivals",) or wanted[parameter] > 2**40
-            if size != (8 if pointer else 4) or (parameter in wanted and value != wanted[parameter]):
+            if size != (8 if parameter in POINTERS else 4) or (parameter in wanted and value != wanted[parameter]):
                 wrong.append(f"{parameter}: {text}, wanted {wanted.get(parameter)}")
         # Beyond those: memory for scratch and profiles, of which the kernels use none.
         extra = [int(text.split(":")[1]) for text in parameters[len(names) :]]
@@ -168,6 +175,7 @@ def main() -> None:
         report["single"] = launches(single)
         arguments, settings = single.single_launch()
         kernel = kernels.single_kernel
+        names = kernel.arg_names
 
         # Planted: each mistake is one that a launch could make.
         foreign = ctypes.create_string_buffer(4096)  # memory that is not the device's
@@ -179,12 +187,10 @@ def main() -> None:
         report["memory of the host"] = outcome(lambda: kernel[(1,)](elsewhere, *arguments[1:], **settings))
         # Of the same kinds, so that only the values tell.
         stub.stub_clear()
-        losses, arrivals = single.losses, arguments[8]
-        outcome(
-            lambda: kernel[(1,)](
-                *arguments[:5], losses, arguments[6], single.partials, arrivals, *arguments[9:], **settings
-            )
-        )
+        partials, losses = (names.index(name) for name in ("partials", "losses"))
+        exchanged = list(arguments)
+        exchanged[partials], exchanged[losses] = arguments[losses], arguments[partials]
+        outcome(lambda: kernel[(1,)](*exchanged, **settings))
         report["exchanged"] = launches(single)
     print(json.dumps(report))
 
