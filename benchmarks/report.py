@@ -135,7 +135,7 @@ def machines(kept: dict[str, Rows]) -> str:
         f"- {key}; commits {', '.join(sorted(revisions))}; others used at most {worst[key]:.0%} of the CPU during a row"
         for key, revisions in seen.items()
     ]
-    return "\n".join(lines)
+    return "\n".join(lines) or "Nothing has been kept yet: run `make report`."
 
 
 CAVEAT = """Ratios against `F.conv2d` depend on the machine. With AVX-512 oneDNN computes `F.conv2d` twice as fast as
