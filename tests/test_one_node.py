@@ -262,3 +262,15 @@ def test_streams_of_steps_agree(model: nn.Sequential) -> None:
 
     for one, other in zip(train(in_loss), train(added), strict=True):
         assert torch.allclose(one, other, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_a_graph_of_the_backward_where_lambda_is_zero(backend: str) -> None:
+    """As at the start of a warm-up, with a gradient penalty."""
+    model = model_of(torch.float64)
+    reg = OrthRegularizer(model, schedule=lambda step: 0.0, include=nn.Conv2d, backend=backend)
+    grads = torch.autograd.grad(reg(), weights_of(model), create_graph=True, materialize_grads=True)
+    sum(grad.square().sum() for grad in grads).backward()
+    for weight, grad in zip(weights_of(model), grads, strict=True):
+        assert not grad.any()
+        assert weight.grad is None or not weight.grad.any()

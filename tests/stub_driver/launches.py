@@ -2,8 +2,8 @@
 
     python launches.py FOLDER sm_90 tf32      FOLDER holds libcuda.so.1
 
-Prints one line of JSON: the launches that would have reached the device, and what came of planted mistakes. In a process
-of its own, because Triton has one driver, and here it compiles, where tests interpret.
+Prints one line of JSON: the launches that would have reached the device, and what came of planted mistakes. In a
+process of its own, because Triton has one driver, and here it compiles, where tests interpret.
 """
 
 from __future__ import annotations
@@ -12,26 +12,37 @@ import contextlib
 import ctypes
 import json
 import os
+import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ["TRITON_LIBCUDA_PATH"] = sys.argv[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+from oracle import Case
+from plans import plan_named
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ocnn_fused.backends.device import SPECS
+from ocnn_fused.backends.triton import cooperative, kernels
+from ocnn_fused.backends.triton.config import shipped, single_config
+from ocnn_fused.backends.triton.launch import Call
+from ocnn_fused.backends.triton.tables import STAGES
+
 FOLDER, TARGET, PRECISION = sys.argv[1:4]
-os.environ.pop("TRITON_INTERPRET", None)
-os.environ["TRITON_LIBCUDA_PATH"] = FOLDER
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 # Under its name, so that whoever opens libcuda.so.1 later gets this one.
 stub = ctypes.CDLL(str(Path(FOLDER) / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 stub.stub_launches.restype = ctypes.c_char_p
 stub.stub_declare.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 MULTIPROCESSORS = 16
 CAPABILITY = divmod(int(TARGET.removeprefix("sm_")), 10)
@@ -52,17 +63,6 @@ torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
 torch.cuda.get_device_capability = lambda device=None: CAPABILITY
 torch.cuda.get_device_properties = lambda device=None: PROPERTIES
 torch.cuda.device = lambda device: contextlib.nullcontext()
-
-import triton
-from oracle import Case
-from plans import plan_named
-
-from ocnn_fused.backends.device import SPECS
-from ocnn_fused.backends.triton import cooperative, kernels
-from ocnn_fused.backends.triton.config import shipped, single_config
-from ocnn_fused.backends.triton.launch import Call
-from ocnn_fused.backends.triton.tables import STAGES
-
 Call.capability = property(lambda self: CAPABILITY, lambda self, value: None)
 
 #: Every stage: a mix, a free target, tiny groups, planes that are the weight itself.
@@ -72,6 +72,10 @@ LAYERS = [
     ("small/row", Case((24, 1, 3, 3), groups=24)),
     ("gram/row", Case((24, 40))),
 ]
+
+
+POINTERS = {"table", "constants", "tiles", "weights", "workspace", "partials", "grads", "targets", "losses"}
+POINTERS |= {"arrivals", "factors"}
 
 
 class DeviceMemory(TorchDispatchMode):
@@ -104,7 +108,10 @@ def expected(call: Call, kernel: str) -> dict[str, int]:
         "partials": call.partials.data_ptr(),
         "grads": call.grads_buffer.data_ptr(),
         "losses": call.losses.data_ptr(),
-        "with_grad": 1,
+        "targets": call.targets.data_ptr(),
+        "with_grad": call.scaling[0],
+        "factors": call.scaling[1].data_ptr(),
+        "factor": int.from_bytes(struct.pack("<f", call.scaling[2]), "little"),
         "loss_rows": tables.loss_rows,
         "count": tables.count,
         **{f"{stage}_end": end for stage, end in zip(STAGES, tables.ends, strict=True)},
@@ -122,8 +129,7 @@ def launches(call: Call) -> list[dict[str, Any]]:
         wrong = []
         for parameter, text in zip(names, parameters, strict=False):
             size, value = map(int, text.split(":"))
-            pointer = parameter in ("arrivals",) or wanted[parameter] > 2**40
-            if size != (8 if pointer else 4) or (parameter in wanted and value != wanted[parameter]):
+            if size != (8 if parameter in POINTERS else 4) or (parameter in wanted and value != wanted[parameter]):
                 wrong.append(f"{parameter}: {text}, wanted {wanted.get(parameter)}")
         # Beyond those: memory for scratch and profiles, of which the kernels use none.
         extra = [int(text.split(":")[1]) for text in parameters[len(names) :]]
@@ -169,6 +175,7 @@ def main() -> None:
         report["single"] = launches(single)
         arguments, settings = single.single_launch()
         kernel = kernels.single_kernel
+        names = kernel.arg_names
 
         # Planted: each mistake is one that a launch could make.
         foreign = ctypes.create_string_buffer(4096)  # memory that is not the device's
@@ -180,8 +187,10 @@ def main() -> None:
         report["memory of the host"] = outcome(lambda: kernel[(1,)](elsewhere, *arguments[1:], **settings))
         # Of the same kinds, so that only the values tell.
         stub.stub_clear()
-        losses, arrivals = single.losses, arguments[8]
-        outcome(lambda: kernel[(1,)](*arguments[:5], losses, arguments[6], single.partials, arrivals, *arguments[9:], **settings))
+        partials, losses = (names.index(name) for name in ("partials", "losses"))
+        exchanged = list(arguments)
+        exchanged[partials], exchanged[losses] = arguments[losses], arguments[partials]
+        outcome(lambda: kernel[(1,)](*exchanged, **settings))
         report["exchanged"] = launches(single)
     print(json.dumps(report))
 
