@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "device.h"
+#include "fourier.h"
 #include "panels.h"
 
 namespace ocnn_fused::cpu {
@@ -93,6 +94,7 @@ LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, cons
 }
 
 LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad) {
+  if (plan->fourier) return execute_fourier(weights, *plan->fourier, plan->constants, with_grad);
   return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad)
                      : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad);
 }

@@ -12,10 +12,12 @@ from ..plan import Block, Plan
 from ..problem import FREE, OFF_DIAGONAL, Options
 from .cpu import refusal, resolve_precision, seconds
 from .device import beside_all_graphs
-from .job import Executable, Job, accumulation_dtype
+from .job import Executable, Job, accumulation_dtype, is_bilinear
 from .lowering import to_tensor
 
-__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "unavailable_reason"]
+__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "takes", "unavailable_reason"]
+
+takes = is_bilinear
 
 #: Terms of a product that a BLAS adds up at once.
 _PIECE = 128
