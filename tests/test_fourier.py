@@ -12,6 +12,7 @@ from conftest import BACKENDS, TOLERANCES, assert_matches_definition, errors, fu
 from oracle import Case, loss_and_grad
 from plans import chosen, fourier, problem
 from test_cpu_backend import run_python
+from torch.profiler import ProfilerActivity, profile
 
 from ocnn_fused import _extension, engine, explain, fused_orth_loss, fused_orth_loss_foreach, reference
 from ocnn_fused import plan as planning
@@ -148,6 +149,23 @@ def test_same_bits_on_any_number_of_threads(case: Case) -> None:
         torch.set_num_threads(before)
     for result in results[1:]:
         assert all(map(torch.equal, result, results[0]))
+
+
+@compiled
+@pytest.mark.parametrize("case", [Case((4, 64, 17, 17)), Case((3, 20, 9, 9, 9))], ids=str)
+def test_compiled_pieces(case: Case, poisoned_memory: None) -> None:
+    """Frequencies of wide layers are worked on in pieces, whose gradients are added up."""
+    (plan,) = fourier(case, "row")
+    for dtype in (torch.float64, torch.float32):
+        weight = case.random(dtype=dtype)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            loss, grad = execute(plan, case, weight, is_compiled=True)
+        pieces = sum(event.count for event in recorded.key_averages() if event.key.startswith("ocnn_fused::evaluate"))
+        assert pieces > 1
+        wanted, wanted_grad = expected(weight, case)
+        assert abs(loss.item() - wanted) / max(1.0, wanted) <= TOLERANCES[dtype]
+        assert (grad.double() - wanted_grad).abs().max() / wanted_grad.abs().max() <= TOLERANCES[dtype]
+        assert torch.equal(execute(plan, case, weight, with_grad=False, is_compiled=True)[0], loss)
 
 
 @compiled

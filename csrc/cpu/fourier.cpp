@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <functional>
 #include <numeric>
+#include <type_traits>
 
 #include "targets.h"
 #include "tensors.h"
@@ -13,8 +14,14 @@
 namespace ocnn_fused::cpu {
 namespace {
 
-// Elements of one axis alone that are evaluated together: they share what is read of its table.
-constexpr int64_t kBatch = 8;
+// Elements that are evaluated together: as many as fill vectors with frequencies of the last axis, or nearly so. With
+// one axis alone they share what is read of its table.
+int64_t batch_of(int64_t last_taps, bool alone, int64_t elements, int64_t width) {
+  int64_t batch = alone ? 8 : 1;
+  const auto idle = [&] { return (width - batch * last_taps % width) % width; };
+  while (batch < width && 16 * idle() > batch * last_taps) batch *= 2;
+  return std::min(batch, elements);
+}
 
 // For every residue, flat tap indices in the order of the plan's axes, -1 where a short class has no tap.
 std::vector<int64_t> sources_of(const FourierPlan& plan, const std::vector<int64_t>& kernel) {
@@ -60,34 +67,37 @@ std::vector<T> diagonal_of(const GroupTargets<S, T>& targets, const WeightView<c
 }  // namespace
 
 template <typename S, typename T>
-FourierJob<S, T>::FourierJob(const FourierPlan& plan, const T* constants, const WeightView<const S>& weight,
-                             const WeightView<S>& grad, const std::vector<int64_t>& kernel, int64_t channels,
-                             int64_t width)
+FourierJob<S, T>::FourierJob(const FourierPlan& plan, const FourierPiece& piece, const T* constants,
+                             const WeightView<const S>& weight, const WeightView<S>& grad,
+                             const std::vector<int64_t>& sources, int64_t channels, int64_t width)
     : weight(weight),
       grad(grad),
       column(plan.column),
       width(width),
+      adds(piece.begin > 0),
       cosine(constants + plan.cosine),
       sine(constants + plan.sine),
       cosine_back(constants + plan.cosine_back),
       sine_back(constants + plan.sine_back),
-      sources(sources_of(plan, kernel)),
+      sources(sources),
       rows(weight.rows / plan.groups) {
   for (const FourierPlanAxis& axis : plan.axes) {
     taps *= axis.class_taps();
-    points *= 2 * axis.class_taps() - 1;
     if (&axis == &plan.axes.back()) {
       last_taps = axis.class_taps();
     } else if (axis.class_taps() > 1) {
-      axes.push_back({axis.class_taps(), constants + axis.cosine, constants + axis.sine});
-      frequencies *= axes.back().points();
+      const bool cut = axes.empty();
+      const int64_t begin = cut ? piece.begin : 0, end = cut ? piece.end : axis.class_taps();
+      const int64_t points = 2 * (end - begin) - (end == axis.class_taps() ? 1 : 0);  // zero has no mirror image
+      axes.push_back({axis.class_taps(), points, constants + axis.cosine + begin, constants + axis.sine + begin});
+      frequencies *= points;
     }
   }
   frequencies *= last_taps;
   columns = channels * static_cast<int64_t>(sources.size()) / taps;
   side = column ? columns : rows;
   length = column ? rows : columns;
-  batch = axes.empty() ? kBatch : 1;
+  batch = batch_of(last_taps, axes.empty(), elements(), width);
   tiles = (frequencies + width - 1) / width;
   row_stride = columns * 2 * width;
   // What is read together must not lie a power of two apart.
@@ -102,19 +112,28 @@ FourierJob<S, T>::FourierJob(const FourierPlan& plan, const T* constants, const 
 
 namespace {
 
+// Pieces that keep the memory of a problem at what its self-convolution and residual would take, and the weight, or at
+// little. Those of half precision are not cut: their gradients could not be added up without loss.
 template <typename S, typename T>
-std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants, at::TensorList weights,
-                            at::TensorList grads) {
-  const FourierStages<S, T>& stages = fourier_stages<S, T>();
-  const Stacked<const S> stacked(weights);
-  const Stacked<S> stacked_grads(grads);
-  const int64_t count = static_cast<int64_t>(weights.size()), channels = weights[0].size(1);
-  const int64_t problems = count * plan.groups;
-  const GroupTargets<S, T> targets(plan.target, stacked.view(), count, plan.groups, channels);
-  FourierJob<S, T> job(plan, constants.const_data_ptr<T>(), stacked.view(), stacked_grads.view(),
-                       weights[0].sizes().slice(2).vec(), channels, stages.width);
-  job.diagonal = diagonal_of<S, T>(targets, stacked.view(), problems, job.side, channels);
+std::vector<FourierPiece> pieces_of(const FourierPlan& plan, int64_t rows, int64_t channels, int64_t points,
+                                    int64_t taps, int64_t residues) {
+  constexpr int64_t little = int64_t{1} << 20, size = sizeof(T);
+  int64_t cut = 1;  // frequencies of the axis that is cut, up to the middle
+  for (const FourierPlanAxis& axis : plan.axes) {
+    if (cut == 1 && &axis != &plan.axes.back()) cut = axis.class_taps();
+  }
+  const int64_t needed = rows * channels * residues * (points + 1) * size;
+  const int64_t allowed = std::max(little, (2 * points * rows * rows + rows * channels * residues * taps) * size);
+  const int64_t pieces = std::is_same_v<S, T> ? std::min(cut, (needed + allowed - 1) / allowed) : 1;
+  std::vector<FourierPiece> result;
+  for (int64_t p = 0; p < pieces; ++p) result.push_back({p * cut / pieces, (p + 1) * cut / pieces});
+  return result;
+}
 
+// One loss per tile of every problem, times the number of points.
+template <typename S, typename T>
+std::vector<double> execute_piece(const FourierJob<S, T>& job, int64_t problems) {
+  const FourierStages<S, T>& stages = fourier_stages<S, T>();
   const int64_t tile_work = 6 * job.side * job.side * job.length * stages.width;
   const int64_t batch_work = 4 * job.batch * job.taps * job.last_taps;
   const int64_t work = job.tiles * tile_work + 2 * job.batches() * batch_work;
@@ -125,7 +144,7 @@ std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants
   const int64_t slots = undivided ? std::min(threads, problems) : 1;
   const at::Tensor workspace = workspace_of_thread(slots * job.memory() * static_cast<int64_t>(sizeof(T)));
   T* const memory = static_cast<T*>(workspace.data_ptr());
-  std::vector<double> partial(problems * job.tiles);
+  std::vector<double> losses(problems * job.tiles);
   const auto parallel = [](const char* name, int64_t items, int64_t grain, const auto& stage) {
     RECORD_FUNCTION(name, {});
     at::parallel_for(0, items, grain, stage);
@@ -135,28 +154,58 @@ std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants
       T* const own = memory + at::get_thread_num() * job.memory();
       for (int64_t problem = begin; problem < end; ++problem) {
         stages.evaluate(job, problem, own, 0, job.batches());
-        stages.multiply(job, problem, own, 0, job.tiles, partial.data() + problem * job.tiles);
+        stages.multiply(job, problem, own, 0, job.tiles, losses.data() + problem * job.tiles);
         if (job.with_grad()) stages.gather(job, problem, own, 0, job.batches());
       }
     });
+    return losses;
   }
-  for (int64_t problem = 0; !undivided && problem < problems; ++problem) {
+  for (int64_t problem = 0; problem < problems; ++problem) {
     parallel("ocnn_fused::evaluate", job.batches(), grain(batch_work), [&](int64_t begin, int64_t end) {
       stages.evaluate(job, problem, memory, begin, end);
     });
     parallel("ocnn_fused::gram+apply", job.tiles, grain(tile_work), [&](int64_t begin, int64_t end) {
-      stages.multiply(job, problem, memory, begin, end, partial.data() + problem * job.tiles);
+      stages.multiply(job, problem, memory, begin, end, losses.data() + problem * job.tiles);
     });
     if (!job.with_grad()) continue;
     parallel("ocnn_fused::gather", job.batches(), grain(batch_work), [&](int64_t begin, int64_t end) {
       stages.gather(job, problem, memory, begin, end);
     });
   }
-  std::vector<double> losses;
+  return losses;
+}
+
+// One loss per weight.
+template <typename S, typename T>
+std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants, at::TensorList weights,
+                            at::TensorList grads) {
+  const Stacked<const S> stacked(weights);
+  const Stacked<S> stacked_grads(grads);
+  const int64_t count = static_cast<int64_t>(weights.size()), channels = weights[0].size(1);
+  const int64_t rows = weights[0].size(0) / plan.groups, problems = count * plan.groups;
+  const std::vector<int64_t> sources = sources_of(plan, weights[0].sizes().slice(2).vec());
+  int64_t points = 1, taps = 1;
+  for (const FourierPlanAxis& axis : plan.axes) {
+    taps *= axis.class_taps();
+    points *= 2 * axis.class_taps() - 1;
+  }
+  const int64_t residues = static_cast<int64_t>(sources.size()) / taps;
+  const GroupTargets<S, T> targets(plan.target, stacked.view(), count, plan.groups, channels);
+  const std::vector<T> diagonal =
+      diagonal_of<S, T>(targets, stacked.view(), problems, plan.column ? channels * residues : rows, channels);
+  std::vector<double> losses(count, 0.0);
+  for (const FourierPiece& piece : pieces_of<S, T>(plan, rows, channels, points, taps, residues)) {
+    FourierJob<S, T> job(plan, piece, constants.const_data_ptr<T>(), stacked.view(), stacked_grads.view(), sources,
+                         channels, fourier_stages<S, T>().width);
+    job.diagonal = diagonal.data();
+    const std::vector<double> partial = execute_piece(job, problems);
+    for (int64_t w = 0; w < count; ++w) {
+      const auto first = partial.begin() + w * plan.groups * job.tiles;
+      losses[w] += std::accumulate(first, first + plan.groups * job.tiles, 0.0);
+    }
+  }
   for (int64_t w = 0; w < count; ++w) {
-    const auto first = partial.begin() + w * plan.groups * job.tiles;
-    const double sum = std::accumulate(first, first + plan.groups * job.tiles, 0.0);
-    losses.push_back(sum / static_cast<double>(job.points) + targets.constant(w, plan.offset));
+    losses[w] = losses[w] / static_cast<double>(points) + targets.constant(w, plan.offset);
   }
   return losses;
 }

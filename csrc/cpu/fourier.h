@@ -9,23 +9,27 @@
 
 namespace ocnn_fused::cpu {
 
-// An axis that is not the last, see FourierPlanAxis.
+// An axis that is not the last, see FourierPlanAxis: all of its frequencies, or a piece that has w and -w in it.
 template <typename T>
 struct FourierAxis {
-  int64_t taps;  // of the longest class
-  const T *cosine, *sine;
-  int64_t points() const { return 2 * taps - 1; }
+  int64_t taps, points;    // of the longest class; frequencies
+  const T *cosine, *sine;  // (ceil(taps / 2), taps), from the piece's first frequency on
 };
 
-// The problems of some weights of one shape, each a group of a weight.
+// Frequencies of a plan's first axis up to the middle, which are worked on with their mirror images.
+struct FourierPiece {
+  int64_t begin, end;
+};
+
+// The problems of some weights of one shape, each a group of a weight, and a piece of their frequencies.
 //
 // Frequencies of one problem are counted through all axes, the last of which has half of them, and cut into tiles of one
 // vector. In a tile, element (i, n), n over channels and residues, is two vectors, real and imaginary part, at
 // i * row_stride + n * 2 * width: A in evaluate and multiply, its gradient G afterwards.
 template <typename S, typename T>
 struct FourierJob {
-  FourierJob(const FourierPlan& plan, const T* constants, const WeightView<const S>& weight, const WeightView<S>& grad,
-             const std::vector<int64_t>& kernel, int64_t channels, int64_t width);
+  FourierJob(const FourierPlan& plan, const FourierPiece& piece, const T* constants, const WeightView<const S>& weight,
+             const WeightView<S>& grad, const std::vector<int64_t>& sources, int64_t channels, int64_t width);
 
   bool with_grad() const { return grad.data != nullptr; }
   int64_t elements() const { return rows * columns; }
@@ -37,16 +41,17 @@ struct FourierJob {
   const WeightView<S> grad;  // no data: no gradient is wanted
   const bool column;
   const int64_t width;
+  const bool adds;  // to the gradient, whose other pieces are there
   std::vector<FourierAxis<T>> axes;
-  int64_t last_taps = 1;                                      // of the last axis: as many as it has frequencies
-  const T *cosine, *sine, *cosine_back, *sine_back;           // see FourierPlan
-  std::vector<int64_t> sources;                               // (residues, taps): flat tap index, -1 where there is none
-  int64_t taps = 1, frequencies = 1, points = 1;              // of an element; points: with those that are not stored
-  int64_t rows, columns, side, length;                        // of A, of the Gram matrices, of their sums
+  int64_t last_taps = 1;                             // of the last axis: as many as it has frequencies
+  const T *cosine, *sine, *cosine_back, *sine_back;  // see FourierPlan
+  const std::vector<int64_t>& sources;               // (residues, taps): flat tap index, -1 where there is none
+  const T* diagonal = nullptr;                       // (problems, side): what is subtracted from it
+  int64_t taps = 1, frequencies = 1;                 // of an element
+  int64_t rows, columns, side, length;               // of A, of the Gram matrices, of their sums
   int64_t batch;
   int64_t tiles, row_stride, tile_stride, side_stride, length_stride;
-  std::vector<T> counts;    // of every lane: 2 if it stands for w and -w
-  std::vector<T> diagonal;  // (problems, side): what is subtracted from it
+  std::vector<T> counts;  // of every lane: 2 if it stands for w and -w
 };
 
 // Work is given as ranges of items, for callers to split over threads. `memory` is one problem's.

@@ -1,8 +1,9 @@
 // gram and apply of Fourier plans: complex matrices whose entries are vectors, one lane per frequency.
 
 constexpr int64_t kComplexBlock = OCNN_FUSED_VECTOR_BYTES == 64 ? 3 : 2;
-// Entries of a matrix, each a pair of vectors, that a core's own cache holds beside others.
-constexpr int64_t kCachedEntries = int64_t{1} << 11;
+// Entries of a matrix, each a pair of vectors, that a core's second cache holds beside as many of another, and terms of
+// a sum for which a block's rows stay in its first.
+constexpr int64_t kCachedEntries = int64_t{3} << 10, kCachedTerms = 64;
 
 // A matrix of pairs of vectors, real part first.
 template <typename T>
@@ -50,15 +51,15 @@ inline void gram_block(const ComplexMatrix<T>& a, int64_t i, int64_t j, int64_t 
   }
 }
 
-// G(i, n) = sum over j of R(i, j) A(j, n) on a block of G.
+// G(i, n) = sum over j in [begin, end) of R(i, j) A(j, n) on a block of G, added to what is there if `add`.
 template <int64_t kRows, int64_t kColumns, typename T>
-inline void apply_block(const ComplexMatrix<T>& r, const ComplexMatrix<T>& a, int64_t i, int64_t n, int64_t side, T* g,
-                        int64_t g_stride) {
+inline void apply_block(const ComplexMatrix<T>& r, const ComplexMatrix<T>& a, int64_t i, int64_t n, int64_t begin,
+                        int64_t end, T* g, int64_t g_stride, bool add) {
   using V = typename Vector<T>::type;
   constexpr int64_t width = Vector<T>::width;
   V real[kRows][kColumns] = {}, imaginary[kRows][kColumns] = {};
-  const T *left = r.at(i, 0), *right = a.at(0, n);
-  for (int64_t j = 0; j < side; ++j, left += r.column_stride, right += a.row_stride) {
+  const T *left = r.at(i, begin), *right = a.at(begin, n);
+  for (int64_t j = begin; j < end; ++j, left += r.column_stride, right += a.row_stride) {
     V left_real[kRows], left_imaginary[kRows];
     OCNN_FUSED_UNROLL
     for (int64_t p = 0; p < kRows; ++p) {
@@ -83,8 +84,8 @@ inline void apply_block(const ComplexMatrix<T>& r, const ComplexMatrix<T>& a, in
     OCNN_FUSED_UNROLL
     for (int64_t q = 0; q < kColumns; ++q) {
       T* const to = g + p * g_stride + q * 2 * width;
-      store(real[p][q], to);
-      store(imaginary[p][q], to + width);
+      store(add ? real[p][q] + load(to) : real[p][q], to);
+      store(add ? imaginary[p][q] + load(to + width) : imaginary[p][q], to + width);
     }
   }
 }
@@ -104,7 +105,7 @@ inline void with_block(int64_t rows, int64_t columns, const F& visit) {
 // The lower triangle of R = A A^H, blocks on the diagonal whole.
 template <typename T>
 inline void fourier_gram(const ComplexMatrix<T>& a, int64_t side, int64_t length, const ComplexMatrix<T>& r) {
-  const int64_t chunk = std::max<int64_t>(8, 2 * kCachedEntries / side);
+  const int64_t chunk = std::clamp<int64_t>(kCachedEntries / side, 8, kCachedTerms);
   for (int64_t begin = 0; begin < length; begin += chunk) {
     const int64_t end = std::min(begin + chunk, length);
     for (int64_t i = 0; i < side; i += kComplexBlock) {
@@ -149,11 +150,15 @@ inline void fourier_apply(const ComplexMatrix<T>& r, const ComplexMatrix<T>& a, 
   constexpr int64_t entry = 2 * Vector<T>::width;
   for (int64_t begin = 0; begin < length; begin += some) {
     const int64_t end = std::min(begin + some, length);
-    for (int64_t i = 0; i < side; i += kComplexBlock) {
-      for (int64_t n = begin; n < end; n += kComplexBlock) {
-        with_block(side - i, end - n, [&]<int64_t kRows, int64_t kColumns>() {
-          apply_block<kRows, kColumns>(r, a, i, n, side, columns + (i * some + n - begin) * entry, some * entry);
-        });
+    for (int64_t j = 0; j < side; j += kCachedTerms) {
+      const int64_t last = std::min(j + kCachedTerms, side);
+      for (int64_t i = 0; i < side; i += kComplexBlock) {
+        for (int64_t n = begin; n < end; n += kComplexBlock) {
+          T* const block = columns + (i * some + n - begin) * entry;
+          with_block(side - i, end - n, [&]<int64_t kRows, int64_t kColumns>() {
+            apply_block<kRows, kColumns>(r, a, i, n, j, last, block, some * entry, j > 0);
+          });
+        }
       }
     }
     for (int64_t i = 0; i < side; ++i) {

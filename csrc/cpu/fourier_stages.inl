@@ -26,7 +26,7 @@ void fourier_evaluate(const FourierJob<S, T>& job, int64_t problem, T* memory, i
   for (int64_t item = begin; item < end; ++item) {
     const int64_t first = item * job.batch, count = std::min(job.batch, job.elements() - first);
     each_element(job, job.weight, problem, first, count, [&](const S* channel, const int64_t* sources, int64_t b) {
-      T* const taps = worker.taps() + b * job.taps;
+      T* const taps = worker.taps(b);
       for (int64_t m = 0; m < job.taps; ++m) {
         taps[m] = sources[m] < 0 ? T(0) : static_cast<T>(channel[job.weight.tap_offsets[sources[m]]]);
       }
@@ -47,7 +47,7 @@ template <typename S, typename T>
 void fourier_multiply(const FourierJob<S, T>& job, int64_t problem, T* memory, int64_t begin, int64_t end,
                       double* losses) {
   constexpr int64_t width = Vector<T>::width;
-  const int64_t side = job.side, some = std::clamp<int64_t>(kCachedEntries / 2 / side, kComplexBlock, job.length);
+  const int64_t side = job.side, some = std::min(std::max(kCachedEntries / side, kComplexBlock), job.length);
   // Rows of R an odd number of lines apart.
   const int64_t stride = (side | 1) * 2 * width;
   T* const own = scratch<T>(side * (stride + some * 2 * width));
@@ -55,7 +55,7 @@ void fourier_multiply(const FourierJob<S, T>& job, int64_t problem, T* memory, i
   for (int64_t tile = begin; tile < end; ++tile) {
     const ComplexMatrix<T> a{memory + tile * job.tile_stride, job.side_stride, job.length_stride};
     fourier_gram(a, side, job.length, r);
-    losses[tile] = fourier_residual(r, side, job.diagonal.data() + problem * side, job.counts.data() + tile * width);
+    losses[tile] = fourier_residual(r, side, job.diagonal + problem * side, job.counts.data() + tile * width);
     if (job.with_grad()) fourier_apply(r, a, side, job.length, own + side * stride, some);
   }
 }
@@ -76,9 +76,11 @@ void fourier_gather(const FourierJob<S, T>& job, int64_t problem, const T* memor
     }
     worker.gather(count);
     each_element(job, job.grad, problem, first, count, [&](S* channel, const int64_t* sources, int64_t b) {
-      const T* const taps = worker.taps() + b * job.taps;
+      const T* const taps = worker.taps(b);
       for (int64_t m = 0; m < job.taps; ++m) {
-        if (sources[m] >= 0) channel[job.grad.tap_offsets[sources[m]]] = static_cast<S>(taps[m]);
+        if (sources[m] < 0) continue;
+        S& element = channel[job.grad.tap_offsets[sources[m]]];
+        element = static_cast<S>(job.adds ? static_cast<T>(element) + taps[m] : taps[m]);
       }
     });
   }

@@ -27,7 +27,7 @@ template <bool kForward, int64_t kOutputs, typename T>
 inline void turn_rows(const FourierAxis<T>& axis, const Folded<T>* folds, int64_t first, const ComplexRows<T>& out,
                       int64_t lane) {
   using V = typename Vector<T>::type;
-  const int64_t taps = axis.taps, count = kForward ? taps : axis.points(), outputs = kForward ? axis.points() : taps;
+  const int64_t taps = axis.taps, count = kForward ? taps : axis.points, outputs = kForward ? axis.points : taps;
   const int64_t step = kForward ? taps : 1, other = kForward ? 1 : taps;  // of the tables
   const T *cosine = axis.cosine + first * other, *sine = axis.sine + first * other;
   V even_real[kOutputs] = {}, even_imaginary[kOutputs] = {}, odd_real[kOutputs] = {}, odd_imaginary[kOutputs] = {};
@@ -58,7 +58,7 @@ inline void turn(const FourierAxis<T>& axis, const ComplexRows<const T>& in, con
                  Folded<T>* folds) {
   using V = typename Vector<T>::type;
   constexpr int64_t at_once = OCNN_FUSED_VECTOR_BYTES == 64 ? 4 : 2;
-  const int64_t count = kForward ? axis.taps : axis.points(), outputs = kForward ? axis.points() : axis.taps;
+  const int64_t count = kForward ? axis.taps : axis.points, outputs = kForward ? axis.points : axis.taps;
   for (int64_t lane = 0; lane < lanes; lane += Vector<T>::width) {
     for (int64_t j = 0; j < count / 2; ++j) {
       const int64_t mirror = count - 1 - j;
@@ -111,138 +111,145 @@ inline void lane_rows(const T* left, int64_t left_stride, int64_t rows, int64_t 
   }
 }
 
-// A product whose right operand and output have lanes, rounded up to whole vectors.
+// A product whose right operand and output have lanes, rounded up to whole vectors. Rows of the output may lie as close
+// as their lanes allow: of every row the end, which reaches into the next, is written before the beginning of any.
 template <typename T>
 inline void lane_product(const T* left, int64_t left_stride, int64_t rows, int64_t depth, const T* right,
                          int64_t right_stride, T* out, int64_t out_stride, int64_t lanes) {
   constexpr int64_t width = Vector<T>::width, many = OCNN_FUSED_VECTOR_BYTES == 64 ? 4 : 2;
-  int64_t lane = 0;
-  for (; lane + many * width <= lanes; lane += many * width) {
-    lane_rows<many>(left, left_stride, rows, depth, right + lane, right_stride, out + lane, out_stride);
-  }
-  for (; lane < lanes; lane += width) {
+  const int64_t whole = lanes / (many * width) * many * width;
+  for (int64_t lane = whole_vectors<T>(lanes) - width; lane >= whole; lane -= width) {
     lane_rows<1>(left, left_stride, rows, depth, right + lane, right_stride, out + lane, out_stride);
+  }
+  for (int64_t lane = whole - many * width; lane >= 0; lane -= many * width) {
+    lane_rows<many>(left, left_stride, rows, depth, right + lane, right_stride, out + lane, out_stride);
   }
 }
 
-// Elements between taps and frequencies, a batch of them at once, in memory of this thread.
+// A batch of elements between taps and frequencies, in memory of this thread.
 //
-// Axes are transformed from the last to the first. In between, data are rows, one for each element and each tap of the
-// axes that are still to come; the lanes of a row are the frequencies of the others, real parts first.
+// Axes are transformed from the last to the first. In between, data are rows, one for each tap of the axes that are
+// still to come, real parts first. The lanes of a row are the frequencies of the other axes; those of the last axis lie
+// innermost, one element of the batch after the other.
 template <typename S, typename T>
 class FourierWorker {
  public:
   explicit FourierWorker(const FourierJob<S, T>& job)
       : job_(job),
-        half_((job.last_taps + 1) / 2),
+        last_(job.last_taps),
+        half_((last_ + 1) / 2),
         padded_half_((half_ + kLanes - 1) / kLanes * kLanes),
-        padded_taps_((job.last_taps + kLanes - 1) / kLanes * kLanes),
-        padded_(whole_vectors<T>(job.frequencies)) {
+        padded_taps_((last_ + kLanes - 1) / kLanes * kLanes),
+        lanes_(whole_vectors<T>(job.batch * last_)),
+        padded_(job.tiles * Vector<T>::width) {
     constexpr int64_t width = Vector<T>::width;
-    int64_t outer = job.batch * job.taps / job.last_taps, lanes = job.last_taps, most_taps = 1;
-    int64_t most = outer * row_of(lanes), turned = 0;
-    const int64_t folded = outer * std::max(job.last_taps, padded_half_) * 2 + width;
+    int64_t outer = job.taps / last_, lanes = lanes_, most_taps = 1;
+    const int64_t folded = 2 * outer * job.batch * std::max(half_, padded_half_);
+    int64_t most = outer * 2 * lanes;
     for (auto axis = job.axes.rbegin(); axis != job.axes.rend(); ++axis) {
-      turned = std::max(turned, axis->points() * 2 * whole_vectors<T>(lanes));
       outer /= axis->taps;
-      lanes *= axis->points();
-      most = std::max(most, outer * row_of(lanes));
+      lanes *= axis->points;
+      most = std::max(most, outer * 2 * lanes);
       most_taps = std::max(most_taps, axis->taps);
     }
-    most = (most + kLanes + width) / kLanes * kLanes;
-    T* const memory = scratch<T>(2 * most + turned + folded + job.batch * job.taps + 4 * most_taps * width + 4 * kLanes);
+    most += width;  // whole vectors at the end of a row
+    const int64_t dense = 2 * padded_ * job.batch + width;
+    T* const memory = scratch<T>(4 * most_taps * width + 2 * most + dense + folded + job.batch * job.taps);
     folds_ = reinterpret_cast<Folded<T>*>(memory);
     rows_ = memory + 4 * most_taps * width;
     other_rows_ = rows_ + most;
-    turned_ = other_rows_ + most;
-    sums_ = turned_ + turned;
+    dense_ = other_rows_ + most;
+    sums_ = dense_ + dense;
     taps_ = sums_ + folded;
   }
 
-  // Taps of `count` elements, one after the other: written here before evaluate, read after gather.
-  T* taps() { return taps_; }
+  // Taps of an element: written before evaluate, read after gather.
+  T* taps(int64_t element) { return taps_ + element * job_.taps; }
+  // Its frequencies, whole vectors of them: read after evaluate, written before gather.
+  T* real(int64_t element) { return dense_ + element * 2 * padded_; }
+  T* imaginary(int64_t element) { return real(element) + padded_; }
 
-  // Frequencies of one element, see real().
+  // Of the first `count` elements.
   void evaluate(int64_t count) {
-    const int64_t last = job_.last_taps;
-    int64_t outer = count * job_.taps / last, lanes = last;
-    T* const differences = sums_ + outer * half_;
+    int64_t outer = job_.taps / last_, lanes = lanes_;
     for (int64_t r = 0; r < outer; ++r) {
-      const T* const row = taps_ + r * last;
-      T *const sum = sums_ + r * half_, *const difference = differences + r * half_;
-      for (int64_t q = 0; q < last / 2; ++q) {
-        sum[q] = row[q] + row[last - 1 - q];
-        difference[q] = row[q] - row[last - 1 - q];
+      T *const sums = sums_, *const differences = sums_ + count * half_;
+      for (int64_t b = 0; b < count; ++b) {
+        const T* const row = taps(b) + r * last_;
+        for (int64_t q = 0; q < half_; ++q) {
+          sums[b * half_ + q] = row[q] + row[last_ - 1 - q];
+          differences[b * half_ + q] = row[q] - row[last_ - 1 - q];
+        }
+        if (last_ % 2) sums[b * half_ + half_ - 1] = row[half_ - 1];
       }
-      if (last % 2) sum[half_ - 1] = row[half_ - 1];
+      T* const to = rows_ + r * 2 * lanes;
+      lane_product(sums, half_, count, half_, job_.cosine, padded_taps_, to, last_, last_);
+      lane_product(differences, half_, count, last_ / 2, job_.sine, padded_taps_, to + lanes, last_, last_);
     }
-    const int64_t stride = row_of(lanes);
-    lane_product(sums_, half_, outer, half_, job_.cosine, padded_taps_, rows_, stride, lanes);
-    lane_product(differences, half_, outer, last / 2, job_.sine, padded_taps_, rows_ + stride / 2, stride, lanes);
     for (auto axis = job_.axes.rbegin(); axis != job_.axes.rend(); ++axis) {
-      const int64_t before = row_of(lanes), apart = before / 2, wide = lanes * axis->points(), after = row_of(wide);
+      const int64_t wide = lanes * axis->points;
       outer /= axis->taps;
       for (int64_t r = 0; r < outer; ++r) {
-        turn<true>(*axis, ComplexRows<const T>{rows_ + r * axis->taps * before, before, apart},
-                   ComplexRows<T>{turned_, before, apart}, lanes, folds_);
-        pack(turned_, before, axis->points(), lanes, other_rows_ + r * after);
-        pack(turned_ + apart, before, axis->points(), lanes, other_rows_ + r * after + after / 2);
+        turn<true>(*axis, ComplexRows<const T>{rows_ + r * axis->taps * 2 * lanes, 2 * lanes, lanes},
+                   ComplexRows<T>{other_rows_ + r * 2 * wide, lanes, wide}, lanes, folds_);
       }
       std::swap(rows_, other_rows_);
       lanes = wide;
     }
+    // Whole vectors, whose end the next one overwrites.
+    for (int64_t b = 0; b < count; ++b) {
+      for (int64_t part = 0; part < 2; ++part) {
+        const T* from = rows_ + part * lanes + b * last_;
+        T *to = real(b) + part * padded_, *const end = to + job_.frequencies;
+        for (; to < end; from += lanes_, to += last_) copy_vectors(from, to);
+        std::fill(end, real(b) + (part + 1) * padded_, T(0));
+      }
+    }
   }
 
-  // Back: taps of frequencies.
   void gather(int64_t count) {
-    int64_t outer = count, lanes = job_.frequencies;
+    int64_t outer = 1, lanes = lanes_ * (job_.frequencies / last_);
+    for (int64_t part = 0; part < 2; ++part) {
+      T* to = rows_ + part * lanes;
+      for (int64_t f = 0; f < job_.frequencies; f += last_, to += lanes_) {
+        for (int64_t b = 0; b < count; ++b) copy_vectors(real(b) + part * padded_ + f, to + b * last_);
+      }
+    }
     for (const FourierAxis<T>& axis : job_.axes) {
-      const int64_t before = row_of(lanes), narrow = lanes / axis.points(), after = row_of(narrow);
+      const int64_t narrow = lanes / axis.points;
       for (int64_t r = 0; r < outer; ++r) {
-        // A row of taps to come has its frequencies side by side, so that its last vector may reach into the next.
-        turn<false>(axis, ComplexRows<const T>{rows_ + r * before, narrow, before / 2},
-                    ComplexRows<T>{other_rows_ + r * axis.taps * after, after, after / 2}, narrow, folds_);
+        turn<false>(axis, ComplexRows<const T>{rows_ + r * 2 * lanes, narrow, lanes},
+                    ComplexRows<T>{other_rows_ + r * axis.taps * 2 * narrow, 2 * narrow, narrow}, narrow, folds_);
       }
       std::swap(rows_, other_rows_);
       outer *= axis.taps;
       lanes = narrow;
     }
-    const int64_t last = job_.last_taps, stride = row_of(lanes);
-    T* const differences = sums_ + outer * padded_half_;
-    lane_product(rows_, stride, outer, last, job_.cosine_back, padded_half_, sums_, padded_half_, half_);
-    lane_product(rows_ + stride / 2, stride, outer, last, job_.sine_back, padded_half_, differences, padded_half_,
-                 half_);
     for (int64_t r = 0; r < outer; ++r) {
-      T* const row = taps_ + r * last;
-      const T *const sum = sums_ + r * padded_half_, *const difference = differences + r * padded_half_;
-      for (int64_t q = 0; q < half_; ++q) {
-        row[last - 1 - q] = sum[q] - difference[q];
-        row[q] = sum[q] + difference[q];
+      T *const sums = sums_, *const differences = sums_ + count * padded_half_;
+      const T* const from = rows_ + r * 2 * lanes;
+      lane_product(from, last_, count, last_, job_.cosine_back, padded_half_, sums, padded_half_, half_);
+      lane_product(from + lanes, last_, count, last_, job_.sine_back, padded_half_, differences, padded_half_, half_);
+      for (int64_t b = 0; b < count; ++b) {
+        T* const row = taps(b) + r * last_;
+        for (int64_t q = 0; q < half_; ++q) {
+          const T sum = sums[b * padded_half_ + q], difference = differences[b * padded_half_ + q];
+          row[last_ - 1 - q] = sum - difference;
+          row[q] = sum + difference;
+        }
       }
     }
   }
 
-  // Frequencies of an element of the batch, whole vectors of them.
-  T* real(int64_t element) { return rows_ + element * 2 * padded_; }
-  T* imaginary(int64_t element) { return real(element) + padded_; }
-
  private:
-  static int64_t row_of(int64_t lanes) { return 2 * whole_vectors<T>(lanes); }
-
-  // Rows of `lanes` one right behind the other: each is written in whole vectors, whose end the next one overwrites.
-  static void pack(const T* from, int64_t stride, int64_t rows, int64_t lanes, T* to) {
-    constexpr int64_t width = Vector<T>::width;
-    for (int64_t r = 0; r < rows; ++r) {
-      for (int64_t lane = 0; lane < lanes; lane += width) {
-        store(load(from + r * stride + lane), to + r * lanes + lane);
-      }
-    }
-    std::fill(to + rows * lanes, to + whole_vectors<T>(rows * lanes), T(0));
+  // Frequencies of the last axis, rounded up to whole vectors.
+  void copy_vectors(const T* from, T* to) const {
+    for (int64_t lane = 0; lane < last_; lane += Vector<T>::width) store(load(from + lane), to + lane);
   }
 
   const FourierJob<S, T>& job_;
-  const int64_t half_, padded_half_, padded_taps_;  // of the last axis' taps: up to the middle
-  const int64_t padded_;                            // frequencies, whole vectors
+  const int64_t last_, half_, padded_half_, padded_taps_;  // taps of the last axis, and up to its middle
+  const int64_t lanes_, padded_;                           // of a row before other axes; frequencies in whole tiles
   Folded<T>* folds_;
-  T *rows_, *other_rows_, *turned_, *sums_, *taps_;
+  T *rows_, *other_rows_, *dense_, *sums_, *taps_;
 };

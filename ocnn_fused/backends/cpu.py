@@ -23,8 +23,10 @@ _LANES = 16  # groups that kernel handles at once
 
 #: Bytes of a Fourier plan's matrices: above, an FFT is both smaller and faster.
 _MOST_FOURIER_BYTES = 4 << 20
-_FOURIER_PRODUCTS = 60e9  # multiply-adds of complex products, lanes that are frequencies
-_FOURIER_TRANSFORM = 20e9  # multiply-adds of its transforms
+# Rates of compiled Fourier plans that compare with those above as measured times do.
+_FOURIER_PRODUCTS = 16e9  # real multiply-adds of complex products
+_FOURIER_TRANSFORM = 8e9  # multiply-adds of transforms
+_FOURIER_GROUP = 0.4e-6  # seconds for each group
 
 prepare = compile_call
 
@@ -71,19 +73,21 @@ def seconds(plan: AnyPlan, dtype: torch.dtype, device: torch.device, precision: 
 
 
 def _fourier_seconds(plan: FourierPlan) -> float:
-    """Of a plan whose lanes are frequencies: complex products, six real ones of each, and transforms axis by axis."""
+    """Of a compiled plan: six real products for a complex one and its gradient, and transforms axis by axis."""
     *others, last = sorted(plan.class_taps)
     elements = plan.groups * plan.rows * plan.channels * plan.phases
-    lanes = -(-prod(2 * taps - 1 for taps in others) * last // _LANES) * _LANES
-    products = 6 * lanes * elements * plan.work_rows
-    rows, width, transform = prod(others), -(-last // _LANES) * _LANES, 0
-    transform += rows * last * width
-    width = last
+    frequencies = prod(2 * taps - 1 for taps in others) * last
+    # Lanes are frequencies, in whole vectors, and a single group is shared out by vectors.
+    at_once = 2 * _LANES if plan.groups == 1 else _LANES
+    products = 6 * -(-frequencies // at_once) * at_once * elements * plan.work_rows
+    rows, lanes = prod(others), last
+    transform = rows * last * lanes
     for taps in reversed(others):
         rows //= taps
-        transform += rows * 2 * taps * taps * -(-width // _LANES) * _LANES
-        width *= 2 * taps - 1
-    return products / _FOURIER_PRODUCTS + 2 * elements * transform / _FOURIER_TRANSFORM + 2 * _LAUNCH
+        transform += rows * 2 * taps * taps * lanes
+        lanes *= 2 * taps - 1
+    transforms = 2 * elements * transform / _FOURIER_TRANSFORM
+    return products / _FOURIER_PRODUCTS + transforms + _FOURIER_GROUP * plan.groups + 2 * _LAUNCH
 
 
 def product_seconds(multiply_adds: int, side: int, length: int) -> float:
