@@ -44,7 +44,6 @@ test: $(STAMPS)/extension $(STAMPS)/test
 # it stay as they are: make test-torch TORCH=torch==2.9.1 PYTHON=python3.13 TRITON=triton==3.5.1
 # Without TRITON on the command line it runs without triton: each torch wants its own.
 GIVEN_TRITON   = $(if $(filter command environment,$(firstword $(origin TRITON))),$(TRITON))
-UPGRADE       ?= torch==2.9.1
 OTHER_NAME     = $(subst $() ,-,$(strip $(subst ==,-,$(TORCH) $(GIVEN_TRITON)) $(notdir $(PYTHON))))
 OTHER_VENV     = $(CURDIR)/.venv-$(OTHER_NAME)
 OTHER_PY       = $(OTHER_VENV)/bin/python
@@ -81,10 +80,14 @@ test-zoo: $(STAMPS)/extension $(STAMPS)/zoo
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations -k "timm or diffusers or peft" $(PYTEST_ARGS)
 
 # Another torch where one was used before: both are real, and every object must be compiled again for the second.
+UPGRADE      ?= torch==2.9.1
+UPGRADE_VENV  = $(CURDIR)/.venv-upgrade-$(subst ==,-,$(UPGRADE))
+UPGRADE_PY    = $(UPGRADE_VENV)/bin/python
+
 test-upgrade: $(STAMPS)/extension $(STAMPS)/test
-	test -x $(OTHER_PY) || $(PYTHON) -m venv $(OTHER_VENV)
-	$(OTHER_PIP) install '$(UPGRADE)' numpy
-	OCNN_FUSED_TEST_OTHER_PYTHON=$(OTHER_PY) $(PY) -m pytest tests/test_upgrade.py $(PYTEST_ARGS)
+	test -x $(UPGRADE_PY) || $(PY) -m venv $(UPGRADE_VENV)
+	$(UPGRADE_PY) -m pip --quiet --disable-pip-version-check install '$(UPGRADE)' numpy
+	OCNN_FUSED_TEST_OTHER_PYTHON=$(UPGRADE_PY) $(PY) -m pytest tests/test_upgrade.py $(PYTEST_ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/bench
 	$(PY) benchmarks/compare.py $(BENCH_ARGS)

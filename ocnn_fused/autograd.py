@@ -215,7 +215,7 @@ def _hessian_products(ctx: _GradContext, vectors: Sequence[Tensor | None]) -> li
             continue
         with torch.autocast(weight.device.type, enabled=False):
             dtype = _sum_dtype(weight)
-            product = reference.hessian_product(weight.to(dtype), vector.to(dtype), **problem.geometry)
+            product = reference.hessian_product(weight.to(dtype), vector.to(dtype), problem)
         products.append(product.to(weight.dtype))
     return products
 
@@ -226,8 +226,8 @@ def _by_reference(weights: Sequence[Tensor], problems: Sequence[Problem]) -> tup
     for weight, problem in zip(weights, problems, strict=True):
         with torch.autocast(weight.device.type, enabled=False):
             exact = weight.to(_sum_dtype(weight))
-            losses.append(reference.orth_loss(exact, **problem.geometry))  # type: ignore[arg-type]
-            grads.append(reference.orth_grad(exact, **problem.geometry).to(weight.dtype))
+            losses.append(reference.loss_of(exact, problem))
+            grads.append(reference.grad_of(exact, problem).to(weight.dtype))
     return losses, grads
 
 

@@ -281,7 +281,7 @@ def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str
             continue
         if modules.is_uninitialized(module):
             raise RuntimeError(
-                f"{name} is a {type(module).__name__} that has not seen an input yet; "
+                f"{modules.label(name)} is a {type(module).__name__} that has not seen an input yet; "
                 "run the model once before the regularizer"
             )
         read = settings.reader_of(module)
@@ -290,7 +290,9 @@ def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str
             check_weight(weight)
         except TypeError as error:
             if read is not modules.weight_of and not isinstance(weight, Tensor):
-                raise TypeError(f"{name}: weight_of must give a tensor, got {type(weight).__name__}") from None
+                raise TypeError(
+                    f"{modules.label(name)}: weight_of must give a tensor, got {type(weight).__name__}"
+                ) from None
             left_out[name] = str(error)
             unusable.append((module, read))
             continue
@@ -344,9 +346,9 @@ def _layer(
     axes = len(kernel_size) if isinstance(kernel_size, tuple) else max(0, weight.dim() - 2)
     if read is modules.weight_of and weight.dim() != axes + 2:
         raise ValueError(
-            f"weight of {name} ({type(module).__name__}) must have {axes + 2} dimensions, got {tuple(weight.shape)}; "
-            "if FullyShardedDataParallel flattened it, use fully_shard (FSDP2), or call the regularizer within "
-            "summon_full_params"
+            f"weight of {modules.label(name)} ({type(module).__name__}) must have {axes + 2} dimensions, "
+            f"got {tuple(weight.shape)}; if FullyShardedDataParallel flattened it, use fully_shard (FSDP2), or call "
+            "the regularizer within summon_full_params"
         )
     method = settings.method_of(name, module, tuple(weight.shape[2:]))
     padding = None if method == "conv" else 0
@@ -354,7 +356,7 @@ def _layer(
     try:
         problem = problem_of(weight.shape, stride, dilation, groups, padding, settings.target, settings.part)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
+        raise type(error)(f"{modules.label(name)}: {error}") from None
     note = ""
     if read is modules.weight_of and modules.computes_its_own_way(module):
         note = f"the raw weight; {type(module).__name__} may compute with another one, which weight_of can name"

@@ -95,7 +95,7 @@ class Settings:
         if not callable(self.weight):
             return self.weight
         weight = self.weight(name, module)
-        check_lambda(f"weight of {name}", weight)
+        check_lambda(f"weight of {modules.label(name)}", weight)
         return weight
 
     def method_of(self, name: str, module: nn.Module, kernel: tuple[int, ...]) -> Method:
