@@ -80,8 +80,9 @@ struct SmallPlan {
   Position tap_begin;  // (taps + 1), into the terms
 };
 
-// One axis of a Fourier plan. Cosine and sine (ceil(class taps / 2), class taps) are those of the angles between taps and
-// frequencies, both counted from the middle, up to which they are stored; -1 for the last axis, which has lane tables.
+// One axis of a Fourier plan. Cosine and sine (ceil(class taps / 2), class taps) are those of the angles between taps
+// and frequencies, both counted from the middle, up to which they are stored; -1 for the last axis, which has lane
+// tables.
 struct FourierPlanAxis {
   int64_t axis;  // of the kernel
   int64_t taps, step;

@@ -7,8 +7,9 @@
 #include "plan_object.h"
 
 void ocnn_fused::register_plan_type() {
-  static const auto type = torch::class_<PlanObject>("ocnn_fused", "Plan")
-                               .def(torch::init<const at::Tensor&, std::optional<at::Tensor>, std::optional<at::Tensor>>());
+  static const auto type =
+      torch::class_<PlanObject>("ocnn_fused", "Plan")
+          .def(torch::init<const at::Tensor&, std::optional<at::Tensor>, std::optional<at::Tensor>>());
 }
 
 TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {

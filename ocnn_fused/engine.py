@@ -13,7 +13,7 @@ from . import backends
 from .backends import Backend, fourier
 from .backends.device import SPECS, described
 from .backends.job import Executable, Job, Operand, joined
-from .plan import AnyPlan, FourierPlan, Plan, candidates
+from .plan import AnyPlan, FourierPlan, candidates
 from .problem import Options, Precision, Problem
 
 #: Calls on GPUs are never dropped: a captured graph may read their tables as long as it lives.

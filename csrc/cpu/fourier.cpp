@@ -56,9 +56,8 @@ std::vector<T> diagonal_of(const GroupTargets<S, T>& targets, const WeightView<c
     for (int64_t s = 0; s < side; ++s) {
       // Without its diagonal lag 0 is the same at all frequencies: the filter's squared length less.
       const int64_t row = problem * side + s;
-      diagonal.push_back(target.ignored
-                             ? static_cast<T>(GroupTargets<S, T>::square_of(weight, row, channels))
-                             : target.value);
+      diagonal.push_back(target.ignored ? static_cast<T>(GroupTargets<S, T>::square_of(weight, row, channels))
+                                        : target.value);
     }
   }
   return diagonal;
@@ -161,16 +160,14 @@ std::vector<double> execute_piece(const FourierJob<S, T>& job, int64_t problems)
     return losses;
   }
   for (int64_t problem = 0; problem < problems; ++problem) {
-    parallel("ocnn_fused::evaluate", job.batches(), grain(batch_work), [&](int64_t begin, int64_t end) {
-      stages.evaluate(job, problem, memory, begin, end);
-    });
+    parallel("ocnn_fused::evaluate", job.batches(), grain(batch_work),
+             [&](int64_t begin, int64_t end) { stages.evaluate(job, problem, memory, begin, end); });
     parallel("ocnn_fused::gram+apply", job.tiles, grain(tile_work), [&](int64_t begin, int64_t end) {
       stages.multiply(job, problem, memory, begin, end, losses.data() + problem * job.tiles);
     });
     if (!job.with_grad()) continue;
-    parallel("ocnn_fused::gather", job.batches(), grain(batch_work), [&](int64_t begin, int64_t end) {
-      stages.gather(job, problem, memory, begin, end);
-    });
+    parallel("ocnn_fused::gather", job.batches(), grain(batch_work),
+             [&](int64_t begin, int64_t end) { stages.gather(job, problem, memory, begin, end); });
   }
   return losses;
 }

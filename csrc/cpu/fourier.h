@@ -23,9 +23,9 @@ struct FourierPiece {
 
 // The problems of some weights of one shape, each a group of a weight, and a piece of their frequencies.
 //
-// Frequencies of one problem are counted through all axes, the last of which has half of them, and cut into tiles of one
-// vector. In a tile, element (i, n), n over channels and residues, is two vectors, real and imaginary part, at
-// i * row_stride + n * 2 * width: A in evaluate and multiply, its gradient G afterwards.
+// Frequencies of one problem are counted through all axes, the last of which has half of them, and cut into tiles of
+// one vector. In a tile, element (i, n), n over channels and residues, is two vectors, real and imaginary part, at i *
+// row_stride + n * 2 * width: A in evaluate and multiply, its gradient G afterwards.
 template <typename S, typename T>
 struct FourierJob {
   FourierJob(const FourierPlan& plan, const FourierPiece& piece, const T* constants, const WeightView<const S>& weight,

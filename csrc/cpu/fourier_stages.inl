@@ -6,8 +6,8 @@
 #include "fourier_products.inl"
 // clang-format on
 
-// Calls visit(channel in the weight, taps of its class for flat tap indices, number in the batch) for every element of a
-// batch.
+// Calls visit(channel in the weight, taps of its class for flat tap indices, number in the batch) for every element of
+// a batch.
 template <typename S, typename T, typename View, typename F>
 inline void each_element(const FourierJob<S, T>& job, const View& view, int64_t problem, int64_t first, int64_t count,
                          const F& visit) {
