@@ -70,7 +70,7 @@ def prepare(
             others[place] = Job(problem, plan, operand, precision)  # type: ignore[arg-type]
     executable = joined(
         [
-            (tuple(own), backend.prepare(tuple(own.values()), device, resolved.convolution)),
+            (tuple(own), backend.prepare(tuple(own.values()), device, resolved.convolution)),  # type: ignore[arg-type]
             (tuple(others), fourier.prepare(tuple(others.values()), device)),
         ]
     )

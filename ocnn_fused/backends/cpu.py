@@ -24,8 +24,9 @@ _LANES = 16  # groups that kernel handles at once
 #: Bytes of a Fourier plan's matrices: above, an FFT is both smaller and faster.
 _MOST_FOURIER_BYTES = 4 << 20
 # Rates of compiled Fourier plans that compare with those above as measured times do.
-_FOURIER_PRODUCTS = 16e9  # real multiply-adds of complex products
-_FOURIER_TRANSFORM = 8e9  # multiply-adds of transforms
+_FOURIER_PRODUCTS = 16e9  # real multiply-adds of complex products of good size
+_FOURIER_SIDE = 8.0  # side at which such a product reaches half of that rate
+_FOURIER_TRANSFORM = 4e9  # multiply-adds of transforms
 _FOURIER_GROUP = 0.4e-6  # seconds for each group
 
 prepare = compile_call
@@ -79,7 +80,8 @@ def _fourier_seconds(plan: FourierPlan) -> float:
     frequencies = prod(2 * taps - 1 for taps in others) * last
     # Lanes are frequencies, in whole vectors, and a single group is shared out by vectors.
     at_once = 2 * _LANES if plan.groups == 1 else _LANES
-    products = 6 * -(-frequencies // at_once) * at_once * elements * plan.work_rows
+    products = 6 * -(-frequencies // at_once) * at_once * elements * plan.work_rows / _FOURIER_PRODUCTS
+    products *= (1 + _FOURIER_SIDE / plan.work_rows) * (1 + _FOURIER_SIDE / plan.contraction)
     rows, lanes = prod(others), last
     transform = rows * last * lanes
     for taps in reversed(others):
@@ -87,7 +89,7 @@ def _fourier_seconds(plan: FourierPlan) -> float:
         transform += rows * 2 * taps * taps * lanes
         lanes *= 2 * taps - 1
     transforms = 2 * elements * transform / _FOURIER_TRANSFORM
-    return products / _FOURIER_PRODUCTS + transforms + _FOURIER_GROUP * plan.groups + 2 * _LAUNCH
+    return products + transforms + _FOURIER_GROUP * plan.groups + 2 * _LAUNCH
 
 
 def product_seconds(multiply_adds: int, side: int, length: int) -> float:

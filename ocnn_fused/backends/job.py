@@ -22,7 +22,7 @@ class Operand(NamedTuple):
     with_grad: bool
 
 
-PlanT = TypeVar("PlanT", bound=AnyPlan)
+PlanT = TypeVar("PlanT", bound=AnyPlan, covariant=True)
 
 
 @dataclass(frozen=True)
