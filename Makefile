@@ -29,7 +29,7 @@ PIP    := $(PY) -m pip --quiet --disable-pip-version-check
 BUILD_TOOLS := 'setuptools>=77.0.3' wheel ninja pybind11
 EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
 NATIVE := $(shell find csrc)
-CLANG  := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training lint format sanitize gpu gpu-check \
     cuda-build dist clean nvcc FORCE
@@ -124,10 +124,20 @@ sanitize: $(STAMPS)/test
 	cd $(SANITIZED) && $(CHECKED) -m pytest --capture=sys --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) \
 	    $(addprefix $(CURDIR)/,$(SANITIZE_TESTS)) $(addprefix --deselect=,$(SANITIZE_SKIP)) $(SANITIZE_PARALLEL) $(PYTEST_ARGS)
 
-# Compiles the Triton kernels for every supported GPU; needs none. About five minutes on two cores.
+# Compiles the Triton kernels for every supported GPU; needs none. About four minutes on two cores.
+ifeq ($(GIVEN_TRITON),)
 gpu-check: $(STAMPS)/test
 	mkdir -p build
 	$(PY) tools/gpu_check.py --out build/gpu_check.md
+else
+# The same with another triton, beside the one in .venv, and then the tests of its launcher: make gpu-check TRITON=triton==3.9.0
+OTHER_TRITON := $(CURDIR)/build/$(subst ==,-,$(GIVEN_TRITON))
+gpu-check: $(STAMPS)/package
+	test -d $(OTHER_TRITON) || $(PIP) install --no-deps --target $(OTHER_TRITON) '$(GIVEN_TRITON)'
+	$(EDITABLE) '.[test]'
+	PYTHONPATH=$(OTHER_TRITON) $(PY) tools/gpu_check.py --out build/gpu_check-$(notdir $(OTHER_TRITON)).md
+	PYTHONPATH=$(OTHER_TRITON) $(PY) -m pytest tests/test_triton_driver.py $(PYTEST_ARGS)
+endif
 
 # For a machine with a GPU: check, tests, both benchmarks and the model, in one report to attach to an issue. TORCH names a
 # build with CUDA, for instance `make gpu TORCH=torch==2.14.1 TRITON=`: that one brings its own triton.

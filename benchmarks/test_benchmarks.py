@@ -13,10 +13,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import ClassVar
 
 import compare
+import contention
 import panels
 import pytest
 import steps
@@ -276,3 +278,54 @@ def test_overhead_at_another_batch_scales_the_plain_step_alone() -> None:
     assert result.adds("wall", "reg()") == pytest.approx(0.5)
     assert result.ratios("wall", "reg()") == pytest.approx((0.125, 0.1))
     assert result.share_of_step("wall", "reg()") == pytest.approx(0.4 / (4 * 7.0))  # 7: median of 2 and 12
+
+
+def test_contention_takes_turns_with_sleeping_and_busy_neighbours() -> None:
+    told: list[bool] = []
+
+    class Recorded(contention.Neighbours):
+        def disturb(self, disturbing: bool) -> None:
+            told.append(disturbing)
+
+    case = contention.layer_case()
+    result = contention.measure(case, Recorded([]), rounds=2)
+    assert {len(samples.seconds) for samples in result.samples.values()} == {2}
+    assert set(result.samples) == {(side, disturbed) for side in IMPLEMENTATIONS for disturbed in (False, True)}
+    assert set(told) == {False, True}
+    assert "| 64x64x3x3 | fused |" in contention.table([result])
+
+
+def test_neighbours_are_busy_only_when_told() -> None:
+    def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def assert_soon(stopped: bool) -> None:
+        end = monotonic() + 10  # a signal waits until its process has a core
+        while any(is_stopped(process) != stopped for process in processes) and monotonic() < end:
+            sleep(0.01)
+        assert all(is_stopped(process) == stopped for process in processes)
+
+    with contention.Neighbours.beside_us(2) as neighbours:
+        processes = neighbours.processes
+        assert_soon(stopped=True)
+        neighbours.disturb(True)
+        assert_soon(stopped=False)
+        neighbours.disturb(False)
+        assert_soon(stopped=True)
+    assert all(process.returncode is not None for process in processes)
+
+
+def test_contention_verdicts() -> None:
+    case = contention.Case("layer", contention.Limits(slower=4.0, ahead=6.0), {})
+
+    def verdicts(disturbed: float, reference: float) -> list[bool]:
+        samples: dict[tuple[Implementation, bool], Samples] = {
+            ("fused", False): Samples([1.0]),
+            ("fused", True): Samples([disturbed]),
+            ("reference", False): Samples([9.0]),
+            ("reference", True): Samples([reference]),
+        }
+        return [met for met, _ in contention.Result(case, samples).verdicts()]
+
+    assert verdicts(3.0, 30.0) == [True, True]
+    assert verdicts(5.0, 29.0) == [False, False]

@@ -44,6 +44,29 @@ struct PlanObject : torch::CustomClassHolder {
 
 using Plan = c10::intrusive_ptr<PlanObject>;
 
+// What becomes of the gradients of some weights.
+struct Epilogue {
+  const std::optional<at::Tensor>& factors;  // float64, where the weights are: what they are multiplied by; none: one
+  at::IntArrayRef places;                    // of the weights in `factors`
+  double factor = 1;                         // of all of them
+  bool per_target = false;                   // divided by the free target of each group
+  at::TensorList targets;                    // what they are added to, alike in memory; none: they are returned
+};
+
+// Whether gradients of weights of one plan can be added to these tensors: they are alike, and like the weights.
+inline bool are_targets(at::TensorList targets, at::TensorList weights) {
+  if (targets.size() != weights.size()) return false;
+  for (size_t w = 0; w < weights.size(); ++w) {
+    const at::Tensor &target = targets[w], &weight = weights[w];
+    if (target.sizes() != weight.sizes() || target.scalar_type() != weight.scalar_type() ||
+        target.device() != weight.device() || target.strides() != targets[0].strides() ||
+        !target.is_non_overlapping_and_dense()) {
+      return false;
+    }
+  }
+  return true;
+}
+
 // Makes the type known to the dispatcher, once. Every file that implements the op calls it first, because nobody knows
 // whose static objects are initialised first.
 void register_plan_type();

@@ -15,10 +15,11 @@ void ocnn_fused::register_plan_type() {
 TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
   ocnn_fused::register_plan_type();
   // Executes a plan for weights of one shape, strides and type: one loss per weight and, if asked for, one gradient per
-  // weight (else an empty list).
+  // weight (else an empty list). What follows with_grad is an Epilogue, see plan_object.h: with targets, gradients are
+  // added to them and not returned.
   m.def(
-      "execute(Tensor[] weights, __torch__.torch.classes.ocnn_fused.Plan plan, bool with_grad) -> "
-      "(Tensor[], Tensor[])");
+      "execute(Tensor[] weights, __torch__.torch.classes.ocnn_fused.Plan plan, bool with_grad, Tensor? factors, "
+      "int[] places, float factor, bool per_target, Tensor(a!)[] targets) -> (Tensor[], Tensor[])");
 }
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
@@ -37,8 +38,21 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         }
         return call;
       }))
-      .def("__call__", &Call::losses_and_grads, pybind11::call_guard<pybind11::gil_scoped_release>())
-      .def("attached", &Call::attached, pybind11::call_guard<pybind11::gil_scoped_release>());
+      .def(
+          "__call__",
+          // The second is an Epilogue of ocnn_fused/backends/job.py.
+          [](const Call& call, const std::vector<at::Tensor>& weights,
+             const std::optional<std::tuple<at::Tensor, double, std::vector<at::Tensor>, bool>>& epilogue) {
+            if (!epilogue) return call.losses_and_grads(weights, {});
+            const auto& [factors, factor, targets, per_target] = *epilogue;
+            return call.losses_and_grads(weights, {factors, factor, per_target, targets});
+          },
+          pybind11::arg("weights"), pybind11::arg("epilogue") = std::nullopt,
+          pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("attached", &Call::attached, pybind11::call_guard<pybind11::gil_scoped_release>())
+      .def("total", &Call::total, pybind11::call_guard<pybind11::gil_scoped_release>());
+  // For the node of ocnn_fused/autograd.py, see there and autograd.h.
+  m.def("add_at_the_end", &add_at_the_end, pybind11::call_guard<pybind11::gil_scoped_release>());
   // Returns what was set before, see cpu/panel_switch.h.
   m.def("use_panels", [](bool allowed) { return cpu::panels_allowed.exchange(allowed); });
 }

@@ -129,7 +129,9 @@ def train(settings: Settings, seed: int, fold: int, epochs: int = EPOCHS, choosi
     folds = StratifiedKFold(FOLDS, shuffle=True, random_state=seed).split(images, labels)
     test, own = (torch.from_numpy(indices) for indices in list(folds)[fold])
     torch.manual_seed(FOLDS * seed + fold)
-    model = DigitsNet()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    images, labels = images.to(device), labels.to(device)
+    model = DigitsNet().to(device)  # moved, so that the first weights are the same everywhere
     target = "free" if settings.way == "free" else 1.0
     reg = OrthRegularizer(model, weight=settings.weight, target=target) if settings.weight else None
     optimizer = settings.optimizer_of(model)

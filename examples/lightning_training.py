@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     orth = OrthCallback(weight=options.weight)
     trainer = lightning.Trainer(
         max_epochs=options.epochs,
-        accelerator="cpu",
+        accelerator="auto",
         devices=options.devices,
         strategy="ddp" if options.devices > 1 else "auto",
         callbacks=[orth],

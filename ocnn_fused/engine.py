@@ -12,7 +12,7 @@ from torch import Tensor
 from . import backends
 from .backends import Backend, fourier
 from .backends.device import SPECS, described
-from .backends.job import Executable, Job, Operand, joined
+from .backends.job import Epilogue, Executable, Job, Operand, joined
 from .plan import AnyPlan, FourierPlan, candidates
 from .problem import Options, Precision, Problem
 
@@ -80,12 +80,16 @@ def prepare(
 
 
 def losses_and_grads(
-    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, with_grad: Sequence[bool]
+    weights: Sequence[Tensor],
+    problems: tuple[Problem, ...],
+    options: Options,
+    with_grad: Sequence[bool],
+    epilogue: Epilogue | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One loss per weight and one gradient, empty where none is wanted; none with a graph."""
+    """One loss per weight and one gradient, empty where none is wanted; none with a graph. See :class:`Epilogue`."""
     device = weights[0].device
     operands = tuple([Operand(w.stride(), w.dtype, wanted) for w, wanted in zip(weights, with_grad, strict=True)])
-    return prepare(problems, operands, resolve(options, device), device)(weights)
+    return prepare(problems, operands, resolve(options, device), device)(weights, epilogue)
 
 
 class Candidate(NamedTuple):

@@ -18,7 +18,7 @@ from ocnn_fused import _extension, engine, explain, fused_orth_loss, fused_orth_
 from ocnn_fused import plan as planning
 from ocnn_fused.backends import cpu
 from ocnn_fused.backends import fourier as backend
-from ocnn_fused.backends.job import Job, Operand
+from ocnn_fused.backends.job import Epilogue, Job, Operand
 from ocnn_fused.backends.lowering import lower
 from ocnn_fused.plan import FourierPlan
 from ocnn_fused.problem import DEFAULT_OPTIONS, Options
@@ -183,6 +183,27 @@ def test_compiled_calls_take_lists_of_all_kinds() -> None:
     grads = torch.autograd.grad(sum(losses), weights)
     for case, weight, loss, grad in zip(cases, weights, losses, grads, strict=True):
         assert max(errors(loss.detach(), grad, weight.detach(), case)) <= TOLERANCES[torch.float64]
+
+
+@compiled
+@pytest.mark.parametrize("case", [Case((4, 64, 17, 17)), Case((6, 4, 7, 7), groups=2, target="free")], ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
+def test_compiled_epilogue(case: Case, in_place: bool) -> None:
+    """Gradients times their factors are added to targets, also where these are the weights that are still read."""
+    (plan,) = fourier(case, "row")
+    weight = case.random()
+    loss, grad = execute(plan, case, weight, is_compiled=True)
+    factors = torch.tensor([0.5], dtype=torch.float64)
+    call = cpu.prepare([job(plan, case, weight)], CPU, DEFAULT_OPTIONS)
+    _, (scaled,) = call([weight], Epilogue(factors, -2.0))
+    torch.testing.assert_close(scaled, -grad)
+    before = weight.clone()
+    target = weight if in_place else torch.ones_like(weight)
+    wanted = target - grad
+    (added,), _ = call([weight], Epilogue(factors, -2.0, [target]))
+    torch.testing.assert_close(added, loss)
+    torch.testing.assert_close(target, wanted)
+    assert in_place or torch.equal(weight, before)
 
 
 @compiled

@@ -289,11 +289,11 @@ original_mix_tile = kernels.mix_tile
 
 
 @triton.jit
-def mix_unless_done(table, constants, tile, workspace, partials, with_grad, TF32: tl.constexpr):
+def mix_unless_done(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32: tl.constexpr):
     """Looks whether another program has done the tile, and does it if not: two may look before one has done it."""
     before = tl.load(partials + tl.load(tile + fields.I_SLOT))
     if before != before:
-        original_mix_tile(table, constants, tile, workspace, partials, with_grad, TF32)
+        original_mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32)
 
 
 @needs_interpreter

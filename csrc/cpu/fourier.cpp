@@ -73,7 +73,7 @@ FourierJob<S, T>::FourierJob(const FourierPlan& plan, const FourierPiece& piece,
       grad(grad),
       column(plan.column),
       width(width),
-      adds(piece.begin > 0),
+      adds(grad.adds || piece.begin > 0),
       cosine(constants + plan.cosine),
       sine(constants + plan.sine),
       cosine_back(constants + plan.cosine_back),
@@ -175,9 +175,9 @@ std::vector<double> execute_piece(const FourierJob<S, T>& job, int64_t problems)
 // One loss per weight.
 template <typename S, typename T>
 std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants, at::TensorList weights,
-                            at::TensorList grads) {
+                            at::TensorList grads, const Epilogue& epilogue) {
   const Stacked<const S> stacked(weights);
-  const Stacked<S> stacked_grads(grads);
+  const Stacked<S> stacked_grads(grads, !epilogue.targets.empty());
   const int64_t count = static_cast<int64_t>(weights.size()), channels = weights[0].size(1);
   const int64_t rows = weights[0].size(0) / plan.groups, problems = count * plan.groups;
   const std::vector<int64_t> sources = sources_of(plan, weights[0].sizes().slice(2).vec());
@@ -190,10 +190,19 @@ std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants
   const GroupTargets<S, T> targets(plan.target, stacked.view(), count, plan.groups, channels);
   const std::vector<T> diagonal =
       diagonal_of<S, T>(targets, stacked.view(), problems, plan.column ? channels * residues : rows, channels);
+  const GroupFactors<T> of_groups(epilogue, plan.groups);
+  std::vector<T> factors;
+  for (int64_t p = 0; p < problems; ++p) factors.push_back(of_groups.view().at(p, targets.view().at(p)));
+  std::vector<FourierPiece> pieces = pieces_of<S, T>(plan, rows, channels, points, taps, residues);
+  // Where gradients go into the weights themselves, a second piece would read what the first has written.
+  for (size_t w = 0; w < grads.size(); ++w) {
+    if (weights[w].is_alias_of(grads[w])) pieces = {{pieces.front().begin, pieces.back().end}};
+  }
   std::vector<double> losses(count, 0.0);
-  for (const FourierPiece& piece : pieces_of<S, T>(plan, rows, channels, points, taps, residues)) {
+  for (const FourierPiece& piece : pieces) {
     FourierJob<S, T> job(plan, piece, constants.const_data_ptr<T>(), stacked.view(), stacked_grads.view(), sources,
                          channels, fourier_stages<S, T>().width);
+    job.factors = factors.data();
     job.diagonal = diagonal.data();
     const std::vector<double> partial = execute_piece(job, problems);
     for (int64_t w = 0; w < count; ++w) {
@@ -210,12 +219,13 @@ std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants
 }  // namespace
 
 LossesAndGrads execute_fourier(at::TensorList weights, const FourierPlan& plan, const at::Tensor& constants,
-                               bool with_grad) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
+                               bool with_grad, const Epilogue& epilogue) {
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
   dispatch(weights[0], [&]<typename S, typename T>() {
-    const std::vector<double> values = execute<S, T>(plan, constants, weights, grads);
+    const std::vector<double> values = execute<S, T>(plan, constants, weights, grads, epilogue);
     for (size_t w = 0; w < weights.size(); ++w) losses.push_back(loss_tensor(values[w], weights[w]));
   });
+  if (!epilogue.targets.empty()) grads.clear();
   return {std::move(losses), std::move(grads)};
 }
 

@@ -41,11 +41,12 @@ struct FourierJob {
   const WeightView<S> grad;  // no data: no gradient is wanted
   const bool column;
   const int64_t width;
-  const bool adds;  // to the gradient, whose other pieces are there
+  const bool adds;  // to gradients that are there
   std::vector<FourierAxis<T>> axes;
   int64_t last_taps = 1;                             // of the last axis: as many as it has frequencies
   const T *cosine, *sine, *cosine_back, *sine_back;  // see FourierPlan
   const std::vector<int64_t>& sources;               // (residues, taps): flat tap index, -1 where there is none
+  const T* factors = nullptr;                        // (problems): what gradients are multiplied by
   const T* diagonal = nullptr;                       // (problems, side): what is subtracted from it
   int64_t taps = 1, frequencies = 1;                 // of an element
   int64_t rows, columns, side, length;               // of A, of the Gram matrices, of their sums
@@ -70,6 +71,6 @@ template <typename S, typename T>
 const FourierStages<S, T>& fourier_stages();
 
 LossesAndGrads execute_fourier(at::TensorList weights, const FourierPlan& plan, const at::Tensor& constants,
-                               bool with_grad);
+                               bool with_grad, const Epilogue& epilogue);
 
 }  // namespace ocnn_fused::cpu

@@ -80,7 +80,8 @@ void fourier_gather(const FourierJob<S, T>& job, int64_t problem, const T* memor
       for (int64_t m = 0; m < job.taps; ++m) {
         if (sources[m] < 0) continue;
         S& element = channel[job.grad.tap_offsets[sources[m]]];
-        element = static_cast<S>(job.adds ? static_cast<T>(element) + taps[m] : taps[m]);
+        const T value = taps[m] * job.factors[problem];
+        element = static_cast<S>(job.adds ? static_cast<T>(element) + value : value);
       }
     });
   }

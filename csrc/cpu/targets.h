@@ -17,7 +17,7 @@ class GroupTargets {
     if (!view().are_free()) return;
     const int64_t rows = weight.rows / groups;
     std::vector<double> squares(weights * weight.rows);
-    at::parallel_for(0, weights * weight.rows, grain(channels * weight.taps), [&](int64_t begin, int64_t end) {
+    share_items(weights * weight.rows, grain(channels * weight.taps), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) squares[i] = square_of(weight, i, channels);
     });
     for (auto row = squares.begin(); row != squares.end(); row += rows) {

@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from .. import engine
+from ..autograd import Coefficients
 from ..backends.cpu import BANDWIDTH
 from ..functional import check_weight
 from ..plan import AnyPlan, has_orthogonal, least_loss, polyphase_channels
 from ..problem import OFF_DIAGONAL, Options, Problem, problem_of
+from ..projection import Steps
 from . import modules
 from .distributed import balanced_shares, under_fully_shard
 from .presets import paper_resnet
@@ -88,9 +90,7 @@ class Pass:
     options: Options
     groups: tuple[int, ...]
     turned: tuple[bool, ...]
-    coefficients: tuple[float, ...]
-    weights: Tensor  # the same, on the device
-    least: Tensor | None  # what the losses are counted from
+    coefficients: Coefficients
     watch: Watch
 
 
@@ -103,6 +103,7 @@ class Selection:
         self._settings = settings
         self._passes: dict[tuple[int, ...], list[Pass]] = {}
         self._shares: dict[int, list[tuple[int, ...]]] = {}
+        self._steps: dict[tuple[int, ...], Steps] = {}
         self.layers, self.left_out, self.empty_blocks, self._unusable = _choose(model, settings)
         self.everything = tuple(range(len(self.layers)))
         # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
@@ -171,6 +172,10 @@ class Selection:
             )
         return True
 
+    def steps_of(self, indices: tuple[int, ...]) -> Steps:
+        """What has become of earlier steps of ``project_()`` of these layers."""
+        return self._steps.setdefault(indices, Steps())
+
     def trained_sources(self, index: int) -> list[Tensor]:
         """The parameters that a computed weight's gradient goes to."""
         layer = self.layers[index]
@@ -211,16 +216,17 @@ class Selection:
         if not srip:
             problems = tuple(_by_columns(layer.problem) if layer.turned else layer.problem for layer in layers)
         numel = self._settings.normalize == "numel"
-        coefficients = tuple(layer.weight / (prod(layer.problem.shape) if numel else 1) for layer in layers)
-        on_device = torch.tensor(coefficients, dtype=_sum_dtype(layers), device=layers[0].device)
+        numbers = tuple(layer.weight / (prod(layer.problem.shape) if numel else 1) for layer in layers)
+        on_device = torch.tensor(numbers, dtype=_sum_dtype(layers), device=layers[0].device)
         turned = tuple(layer.turned for layer in layers)
         squared = self._settings.squared
         least = None
         if self._settings.normalize == "excess":
             least = on_device.new_tensor([layer.floor if squared else sqrt(layer.floor) for layer in layers])
+        coefficients = Coefficients(numbers, on_device, on_device.new_tensor(numbers, dtype=torch.float64), least)
         at_zero = [layer.problem.shape[0] if squared else sqrt(layer.problem.shape[0]) for layer in layers]
         watch = Watch([layer.name for layer in layers], at_zero)
-        return Pass(indices, problems, self._settings.options, groups, turned, coefficients, on_device, least, watch)
+        return Pass(indices, problems, self._settings.options, groups, turned, coefficients, watch)
 
 
 def chosen_layers(
