@@ -162,11 +162,7 @@ def overhead_table(precision: Precision) -> str:
     for device in DEVICES:
         spec = SPECS[device]
         native = spec.native_precision(precision)
-        step, result, plans = (
-            step_seconds(spec, precision),
-            model(layers, spec, precision),
-            plans_of(layers, spec, native),
-        )
+        step, result, plans = step_seconds(spec, precision), model(layers, spec, precision), plans_of(layers, spec, native)
         times = (added_seconds(plans, spec, native), sharded_seconds(plans, spec, native, WORLD))
         added, sharded = (f"{time / step:.2%} ({time * 1e3:.3f} ms)" for time in times)
         lines.append(
@@ -187,9 +183,7 @@ def stage_table(precision: Precision) -> str:
     ]
     for device in DEVICES[:3]:
         spec = SPECS[device]
-        of_stage: dict[str, list[dict[str, float]]] = {
-            name: [] for name in ("evaluate", "gram", "mix", "apply", "gather")
-        }
+        of_stage: dict[str, list[dict[str, float]]] = {name: [] for name in ("evaluate", "gram", "mix", "apply", "gather")}
         for piece in passes(plans_of(regularised(), spec, precision), precision):
             for name, needs in launches(piece, spec, precision, accumulate=True).items():
                 of_stage[name].append(needs)

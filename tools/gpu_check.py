@@ -107,9 +107,7 @@ _NUMBERS = {"factor": "fp32"}
 class Bar:
     """What the machine code of a kernel for NVIDIA must keep to, beside being right and without stack or spills."""
 
-    instructions: float | None = (
-        None  # most in the inner loop for CHUNK multiply-adds: a tap, or a plane, of an element
-    )
+    instructions: float | None = None  # most in the inner loop for CHUNK multiply-adds: a tap, or a plane, of an element
     programs: int = 2  # fewest that share a multiprocessor, by registers, shared memory and warps, with 64 x 64 tiles
     wide: float = 0.0  # smallest share of the bytes copied to shared memory that goes 16 bytes at a time
 

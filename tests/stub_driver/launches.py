@@ -181,11 +181,7 @@ def main() -> None:
         # Of the same kinds, so that only the values tell.
         stub.stub_clear()
         losses, arrivals = single.losses, arguments[8]
-        outcome(
-            lambda: kernel[(1,)](
-                *arguments[:5], losses, arguments[6], single.partials, arrivals, *arguments[9:], **settings
-            )
-        )
+        outcome(lambda: kernel[(1,)](*arguments[:5], losses, arguments[6], single.partials, arrivals, *arguments[9:], **settings))
         report["exchanged"] = launches(single)
     print(json.dumps(report))
 
