@@ -38,8 +38,9 @@ REFERENCE_LAUNCHES = 14
 REFERENCE_PASSES = 9
 #: Share of the product rate that a convolution with as few output positions as the self-convolution reaches in cuDNN.
 CONVOLUTION_EFFICIENCY = 0.4
-#: Launches of the fused loss when staged.
-STAGED_LAUNCHES = 5
+#: Launches of the fused loss when staged: one for each stage.
+STAGES = ("evaluate", "gram", "mix", "apply", "gather")
+STAGED_LAUNCHES = len(STAGES)
 
 #: ResNet-34 at 224x224: multiply-adds of one image forward (published: 3.66 G); a training step costs three times that.
 RESNET34_FORWARD = 3.66e9
@@ -90,8 +91,8 @@ def passes(plans: Sequence[Plan], precision: Precision) -> list[list[Plan]]:
 def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) -> tuple[float, int]:
     """All layers in one call, and the number of launches.
 
-    The stages' work, five launches a pass, or one with its barriers; and backward, which multiplies all gradients by the
-    incoming one.
+    The stages' work, five launches a pass, or one with its barriers; and backward, which multiplies all gradients by
+    the incoming one.
     """
     plans = plans_of(layers, spec, precision)
     weight_bytes = sum(4 * prod(layer.shape) * layer.count for layer in layers)
@@ -156,13 +157,15 @@ def overhead_table(precision: Precision) -> str:
     lines = [
         f"Modelled, not measured: ResNet-34, batch {BATCH}, 224x224, matrix products in {precision}.",
         "",
-        f"| device | training step, modelled ms | reference adds | `reg()` adds | `add_grad_` adds | on {WORLD} ranks |",
+        "| device | training step, modelled ms | reference adds | `reg()` adds | `add_grad_` adds "
+        f"| on {WORLD} ranks |",
         "|---|---|---|---|---|---|",
     ]
     for device in DEVICES:
         spec = SPECS[device]
         native = spec.native_precision(precision)
-        step, result, plans = step_seconds(spec, precision), model(layers, spec, precision), plans_of(layers, spec, native)
+        step, result = step_seconds(spec, precision), model(layers, spec, precision)
+        plans = plans_of(layers, spec, native)
         times = (added_seconds(plans, spec, native), sharded_seconds(plans, spec, native, WORLD))
         added, sharded = (f"{time / step:.2%} ({time * 1e3:.3f} ms)" for time in times)
         lines.append(
@@ -183,7 +186,7 @@ def stage_table(precision: Precision) -> str:
     ]
     for device in DEVICES[:3]:
         spec = SPECS[device]
-        of_stage: dict[str, list[dict[str, float]]] = {name: [] for name in ("evaluate", "gram", "mix", "apply", "gather")}
+        of_stage: dict[str, list[dict[str, float]]] = {name: [] for name in STAGES}
         for piece in passes(plans_of(regularised(), spec, precision), precision):
             for name, needs in launches(piece, spec, precision, accumulate=True).items():
                 of_stage[name].append(needs)

@@ -4,10 +4,10 @@
     python tools/gpu_check.py --targets sm_90 gfx942      some
 
 For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, what BARS
-asks for, every operand of a TF32 product rounded where it is stored, the matrix instruction where the precision promises
-one, and as many of them as the plan has multiply-adds: the machine code has the same matrix instructions as the compiler's last
-LLVM IR, and the control flow of that is executed for all work items of sample plans. Exits non-zero if anything is
-wrong. This shows what the GPU would run, not how fast. Takes about five minutes on two cores.
+asks for, every operand of a TF32 product rounded where it is stored, the matrix instruction where the precision
+promises one, and as many of them as the plan has multiply-adds: the machine code has the same matrix instructions as
+the compiler's last LLVM IR, and the control flow of that is executed for all work items of sample plans. Exits non-zero
+if anything is wrong. This shows what the GPU would run, not how fast. Takes about four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ _NUMBERS = {"factor": "fp32"}
 class Bar:
     """What the machine code of a kernel for NVIDIA must keep to, beside being right and without stack or spills."""
 
-    instructions: float | None = None  # most in the inner loop for CHUNK multiply-adds: a tap, or a plane, of an element
+    instructions: float | None = (
+        None  # most in the inner loop for CHUNK multiply-adds: a tap, or a plane, of an element
+    )
     programs: int = 2  # fewest that share a multiprocessor, by registers, shared memory and warps, with 64 x 64 tiles
     wide: float = 0.0  # smallest share of the bytes copied to shared memory that goes 16 bytes at a time
 

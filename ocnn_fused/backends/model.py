@@ -1,10 +1,10 @@
 """A model of the devices, for choosing plans: counted work over published rates, no measurement.
 
 A stage takes as long as what it needs most of: products at the tensor cores' rate, instructions at the rate at which
-they are issued, bytes to and from memory, and bytes from the L2 cache, where tiles of products read every operand again.
-A launch does one stage of all layers of a list, so that each need is summed over them. Stages add up, and so do launches.
-Of what a stage reads of the stage before it, half of the L2 cache still holds as much as it can, because every stage
-begins with what the one before it did last; the rest goes to memory and back.
+they are issued, bytes to and from memory, and bytes from the L2 cache, where tiles of products read every operand
+again. A launch does one stage of all layers of a list, so that each need is summed over them. Stages add up, and so do
+launches. Of what a stage reads of the stage before it, half of the L2 cache still holds as much as it can, because
+every stage begins with what the one before it did last; the rest goes to memory and back.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from math import inf, sqrt
 from typing import Any, Literal
@@ -10,13 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from .. import modules
 from ..autograd import add_grads_, orth_losses, orth_total
 from ..backends.job import Epilogue
 from ..problem import Part, Target
 from ..projection import Safe
 from ..reference import frobenius_norm
+from ..spectrum import LayerOptions, Summary, circular_size, input_shapes, singular_values, summary
 from ..warn import warn
-from . import modules
 from .distributed import (
     Shard,
     announce,
@@ -392,6 +393,33 @@ class OrthRegularizer:
     def layers(self) -> dict[str, Layer]:
         """What is regularised, by name."""
         return {layer.name: layer for layer in self._look()[0].layers}
+
+    def spectrum(self, input_shape: Iterable[int] | Tensor) -> dict[str, Summary]:
+        """What the singular values of every regularised layer are like at its current weight, by name.
+
+        ``input_shape``: of one input of the model, such as (3, 32, 32), or a batch of inputs; a forward pass in eval
+        mode finds the size at which it reaches each layer. Each is looked at as the circular layer of that size,
+        rounded up to a multiple of its stride. Layers that the input does not reach are missing. No graph; all values
+        are computed, which takes seconds for a large network: for logging, see
+        :class:`ocnn_fused.spectrum.SpectrumLogger`.
+        """
+        with torch.enable_grad():  # parametrize.cached() keeps what is computed here for the model
+            selection, weights = self._look()
+        shapes = input_shapes(self.model, input_shape, {layer.name: layer.module for layer in selection.layers})
+        found = {}
+        for layer, weight in zip(selection.layers, weights, strict=True):
+            if layer.name in shapes:
+                shape, problem = shapes[layer.name], layer.problem
+                options: LayerOptions = {
+                    "stride": problem.stride,
+                    "dilation": problem.dilation,
+                    "groups": problem.groups,
+                    "transposed": getattr(layer.module, "transposed", False),
+                }
+                whole = _whole(weight.detach())
+                size = circular_size(whole, shape[len(shape) - len(problem.stride) :], **options)
+                found[layer.name] = summary(singular_values(whole, size, progress=False, **options))
+        return found
 
     @property
     def left_out(self) -> dict[str, str]:

@@ -10,14 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .. import engine
+from .. import engine, modules
 from ..autograd import Coefficients
 from ..backends.cpu import BANDWIDTH
 from ..functional import check_weight
 from ..plan import AnyPlan, has_orthogonal, least_loss, polyphase_channels
 from ..problem import OFF_DIAGONAL, Options, Problem, problem_of
 from ..projection import Steps
-from . import modules
 from .distributed import balanced_shares, under_fully_shard
 from .presets import paper_resnet
 from .settings import Method, Selector, Settings, matches

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from .. import modules
 from ..problem import Options, Part, Target, options_of, target_of
-from . import modules
 from .distributed import Shard
 
 Method = Literal["conv", "kernel", "srip"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..modules import label
 from ..plan import AnyPlan
-from .modules import label
 from .selection import Layer, Selection
 from .settings import Settings
 

@@ -9,7 +9,7 @@ from operator import le
 import torch
 from torch import Tensor
 
-from .modules import label
+from ..modules import label
 
 #: How many times its first value a loss may have, or the loss of a weight that is zero, whichever is more.
 GROWTH = 100

@@ -2,8 +2,8 @@
 
     python launches.py FOLDER sm_90 tf32      FOLDER holds libcuda.so.1
 
-Prints one line of JSON: the launches that would have reached the device, and what came of planted mistakes. In a process
-of its own, because Triton has one driver, and here it compiles, where tests interpret.
+Prints one line of JSON: the launches that would have reached the device, and what came of planted mistakes. In a
+process of its own, because Triton has one driver, and here it compiles, where tests interpret.
 """
 
 from __future__ import annotations
@@ -18,20 +18,30 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+os.environ["TRITON_INTERPRET"] = "0"
+os.environ["TRITON_LIBCUDA_PATH"] = sys.argv[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import triton
+from oracle import Case
+from plans import plan_named
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ocnn_fused.backends.device import SPECS
+from ocnn_fused.backends.triton import cooperative, kernels
+from ocnn_fused.backends.triton.config import shipped, single_config
+from ocnn_fused.backends.triton.launch import Call
+from ocnn_fused.backends.triton.tables import STAGES
+
 FOLDER, TARGET, PRECISION = sys.argv[1:4]
-os.environ.pop("TRITON_INTERPRET", None)
-os.environ["TRITON_LIBCUDA_PATH"] = FOLDER
-TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS.parent)]
 
 # Under its name, so that whoever opens libcuda.so.1 later gets this one.
 stub = ctypes.CDLL(str(Path(FOLDER) / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
 stub.stub_launches.restype = ctypes.c_char_p
 stub.stub_declare.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 
 MULTIPROCESSORS = 16
 CAPABILITY = divmod(int(TARGET.removeprefix("sm_")), 10)
@@ -52,17 +62,6 @@ torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
 torch.cuda.get_device_capability = lambda device=None: CAPABILITY
 torch.cuda.get_device_properties = lambda device=None: PROPERTIES
 torch.cuda.device = lambda device: contextlib.nullcontext()
-
-import triton
-from oracle import Case
-from plans import plan_named
-
-from ocnn_fused.backends.device import SPECS
-from ocnn_fused.backends.triton import cooperative, kernels
-from ocnn_fused.backends.triton.config import shipped, single_config
-from ocnn_fused.backends.triton.launch import Call
-from ocnn_fused.backends.triton.tables import STAGES
-
 Call.capability = property(lambda self: CAPABILITY, lambda self, value: None)
 
 #: Every stage: a mix, a free target, tiny groups, planes that are the weight itself.
@@ -181,7 +180,11 @@ def main() -> None:
         # Of the same kinds, so that only the values tell.
         stub.stub_clear()
         losses, arrivals = single.losses, arguments[8]
-        outcome(lambda: kernel[(1,)](*arguments[:5], losses, arguments[6], single.partials, arrivals, *arguments[9:], **settings))
+        outcome(
+            lambda: kernel[(1,)](
+                *arguments[:5], losses, arguments[6], single.partials, arrivals, *arguments[9:], **settings
+            )
+        )
         report["exchanged"] = launches(single)
     print(json.dumps(report))
 
