@@ -196,7 +196,7 @@ std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants
   std::vector<FourierPiece> pieces = pieces_of<S, T>(plan, rows, channels, points, taps, residues);
   // Where gradients go into the weights themselves, a second piece would read what the first has written.
   for (size_t w = 0; w < grads.size(); ++w) {
-    if (weights[w].is_alias_of(grads[w])) pieces = {{pieces.front().begin, pieces.back().end}};
+    if (weights[w].is_alias_of(grads[w])) pieces = {FourierPiece{0, pieces.back().end}};
   }
   std::vector<double> losses(count, 0.0);
   for (const FourierPiece& piece : pieces) {
