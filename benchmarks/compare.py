@@ -5,6 +5,7 @@ Run it as one of::
     python benchmarks/compare.py                          the shapes with targets, then ResNet-34
     python benchmarks/compare.py --network vgg16 dcgan    these networks
     python benchmarks/compare.py --network all --quick    every network, quickly and roughly
+    python benchmarks/compare.py --large-kernels          60 random layers with kernels of 6 to 1001 taps
     python benchmarks/compare.py --device cpu             not on the GPU, which is measured where there is one
     python benchmarks/compare.py --panels                 the CPU backend's own products against the BLAS, nothing else
 """
@@ -23,7 +24,7 @@ from bound import plan_of, products_of, run_products
 from memory import peak_extra_bytes
 from panels import table
 from report import LEGEND, Result, Section, Sum, draw, machine, text, verdict, write_csv, write_markdown
-from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer
+from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer, Target, large_kernels
 from steps import (
     DTYPES,
     IMPLEMENTATIONS,
@@ -114,10 +115,12 @@ def _title(title: str, mode: str) -> str:
     return title if mode == EAGER else f"{title}, {mode}"
 
 
-def target_section(comparison: Comparison, mode: str, progress: Progress) -> Section:
-    """The single shapes, with their targets where these apply."""
-    section = Section(_title("Single shapes with targets", mode))
-    for target in TARGETS:
+def target_section(
+    title: str, targets: Sequence[Target], comparison: Comparison, mode: str, progress: Progress
+) -> Section:
+    """Single shapes, with their targets where these apply."""
+    section = Section(_title(title, mode))
+    for target in targets:
         result = progress(target.layer.label, partial(comparison.layer, target.layer, mode))
         if targets_apply(comparison.settings):
             result = replace(result, target_ratio=target.ratio, target_share=target.share)
@@ -156,6 +159,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", nargs="+", choices=[*NETWORKS, "all"], help="networks to measure")
     parser.add_argument("--shapes", action="store_true", help="measure the single shapes with targets")
+    parser.add_argument("--large-kernels", action="store_true", help="measure 60 random layers with large kernels")
     parser.add_argument("--panels", action="store_true", help="compare panels with the BLAS instead (CPU only)")
     parser.add_argument("--loss-only", action="store_true", help="measure the loss without its gradient")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
@@ -174,7 +178,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options.out = options.out or results_folder(options.device)
     if options.panels and options.device != "cpu":
         parser.error("--panels is about the CPU")
-    if not options.network and not options.shapes:
+    if not options.network and not options.shapes and not options.large_kernels:
         options.network, options.shapes = ["resnet34"], True
     options.network = list(NETWORKS) if "all" in (options.network or ()) else options.network or []
     return options
@@ -186,9 +190,19 @@ def effort_of(options: argparse.Namespace) -> Effort:
     return Effort(0.5, min_rounds=2) if options.quick else Effort(options.seconds)
 
 
+def targets_of(options: argparse.Namespace) -> list[tuple[str, Sequence[Target]]]:
+    """Sections of single shapes that the options ask for."""
+    sections: list[tuple[str, Sequence[Target]]] = []
+    if options.shapes:
+        sections.append(("Single shapes with targets", TARGETS))
+    if options.large_kernels:  # none may be slower than the reference
+        sections.append(("Random large kernels", [Target(layer, 1.0) for layer in large_kernels()]))
+    return sections
+
+
 def layers_of(options: argparse.Namespace) -> list[Layer]:
     """Every distinct layer that the options ask for."""
-    every = [target.layer for target in TARGETS] if options.shapes else []
+    every = [target.layer for _, targets in targets_of(options) for target in targets]
     every += [layer for name in options.network for layer in NETWORKS[name]]
     return list({layer.geometry: layer for layer in every}.values())
 
@@ -197,12 +211,13 @@ def measure(options: argparse.Namespace, settings: Settings, timer: Timer) -> li
     """All sections that the options ask for."""
     with_memory = not (options.no_memory or options.quick)
     comparison = Comparison(settings, effort_of(options), timer, with_memory)
-    rows = sum(len(NETWORKS[name]) + 1 for name in options.network) + (len(TARGETS) if options.shapes else 0)
+    rows = sum(len(NETWORKS[name]) + 1 for name in options.network)
+    rows += sum(len(targets) for _, targets in targets_of(options))
     progress = Progress(rows * len(timer.modes))
     try:
         sections = []
         for mode in timer.modes:
-            sections += [target_section(comparison, mode, progress)] if options.shapes else []
+            sections += [target_section(*section, comparison, mode, progress) for section in targets_of(options)]
             sections += [network_section(name, comparison, mode, progress) for name in options.network]
         return sections
     finally:
