@@ -12,6 +12,10 @@ PYTEST_ARGS ?=
 PARALLEL    ?= --numprocesses auto --maxprocesses 8 --dist loadfile
 BENCH_ARGS  ?=
 EXPERIMENTS_ARGS ?=
+# Parts of `make report` to run again, all of them by default, and where their rows are kept.
+PARTS       ?=
+OUT         ?= benchmarks/results
+PEERS       ?= orthogonium==0.0.4 deel-torchlip==1.0.5 geotorch==0.4.0
 GPU_ARGS    ?=
 
 SANITIZERS     ?= address,undefined
@@ -33,7 +37,7 @@ NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training \
-    experiments-smoke lint format sanitize gpu gpu-check \
+    bench-smoke bench-check report peers experiments-smoke lint format sanitize gpu gpu-check \
     cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:
 
@@ -101,6 +105,23 @@ bench-training: $(STAMPS)/extension $(STAMPS)/bench
 # All experiments of docs/replication.md in seconds, on tiny data unless EXPERIMENTS_ARGS="--data PATH" names some.
 experiments-smoke: $(STAMPS)/extension $(STAMPS)/experiments
 	OMP_NUM_THREADS=1 $(PY) -m experiments queue --smoke $(EXPERIMENTS_ARGS)
+
+# A smoke of every benchmark, seconds each: that they run, and that what they time is right.
+bench-smoke: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/bench
+	OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-disable $(PYTEST_ARGS)
+
+# Every benchmark, and docs/benchmarks.md and docs/scale.md from what they measured: a quarter of an hour on two cores.
+# `make report PARTS="resnet34 memory"` runs these alone; OUT=build/benchmarks leaves the kept rows and docs/ as they are.
+report: $(STAMPS)/extension $(STAMPS)/bench $(STAMPS)/test
+	-$(MAKE) peers
+	$(PY) benchmarks/report.py --run $(PARTS) --out $(OUT)
+
+# A run in build/benchmarks against the kept one: ratios that have risen by more than 15%.
+bench-check: $(STAMPS)/bench
+	$(PY) benchmarks/check.py build/benchmarks benchmarks/results $(BENCH_ARGS)
+
+# Packages for hard orthogonality to compare with, without what they ask for: that is torch and numpy.
+peers: $(STAMPS)/peers
 
 lint: $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/experiments
 	$(PY) -m ruff check .
@@ -211,6 +232,10 @@ $(STAMPS)/test: $(STAMPS)/wanted-TRITON $(STAMPS)/package
 
 $(STAMPS)/bench $(STAMPS)/coverage $(STAMPS)/dev $(STAMPS)/experiments $(STAMPS)/integrations: $(STAMPS)/%: $(STAMPS)/package
 	$(EDITABLE) '.[$*]'
+	touch $@
+
+$(STAMPS)/peers: $(STAMPS)/bench
+	$(PIP) install --no-deps $(PEERS)
 	touch $@
 
 $(STAMPS)/zoo: $(STAMPS)/test

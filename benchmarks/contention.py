@@ -17,22 +17,28 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from time import sleep
 
-from report import machine
+import figures
+from compare import BOTH
+from contenders import FUSED, REFERENCE, calls_of
+from harness import Harness, parser_of, run
+from record import Rows
 from shapes import Layer
-from steps import Implementation, Settings, WrongResultError, check_step, make_weights, run_step
-from timing import CpuTimer, Effort, Samples, interleave
-from training_overhead import IN_LOSS, REFERENCE, Training
-from training_overhead import Case as Network
+from steps import Settings, make_weights
+from tables import markdown, milliseconds, ratio, times
+from timing import CpuTimer, Effort
+from training_overhead import CASES, IN_LOSS, Training
 
+COMMAND = "contention"
 #: Seconds that the scheduler has to get used to neighbours that come or go.
 SETTLING = 0.05
 #: The reference under the same disturbance should take at least this many times as long.
 AHEAD = 6.0
-QUIET, DISTURBED = False, True
+QUIET, DISTURBED = "quiet", "disturbed"
 
 
 def cores() -> int:
@@ -68,68 +74,25 @@ class Neighbours:
         sleep(SETTLING)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """``slower``: how many times as long a disturbed call may take as a quiet one."""
+#: How many times as long a disturbed call may take as a quiet one.
+LAYER, NETWORK = "64x64x3x3", "ResNet-18 reg()"
+SLOWER = {LAYER: 4.0, NETWORK: 2.5}
 
-    slower: float
-    ahead: float = AHEAD
-
-
-@dataclass(frozen=True)
-class Case:
-    name: str
-    limits: Limits
-    calls: dict[Implementation, Callable[[], object]]
+Calls = dict[str, Callable[[], object]]
 
 
-def layer_case() -> Case:
+def layer_calls(settings: Settings) -> Calls:
     layer = Layer("square", (64, 64, 3, 3))
-    weights = make_weights([layer], Settings())
-    check_step(weights, [layer], gradient=True)
-    calls: dict[Implementation, Callable[[], object]] = {
-        "reference": partial(run_step, "reference", weights, [layer], True),
-        "fused": partial(run_step, "fused", weights, [layer], True),
-    }
-    return Case(layer.label, Limits(4.0), calls)
+    return dict(calls_of((REFERENCE, FUSED), make_weights([layer], settings), [layer], settings))
 
 
-def network_case() -> Case:
-    training = Training(Network("ResNet-18", (2, 2, 2, 2), cifar=False, batch=1, wanted_batch=1))
+def network_calls() -> Calls:
+    training = Training(replace(CASES["resnet18"], cifar=False, batch=1))
     training.check()
-    calls: dict[Implementation, Callable[[], object]] = {
-        "reference": partial(training.alone, REFERENCE),
-        "fused": partial(training.alone, IN_LOSS),
-    }
-    return Case("ResNet-18 reg()", Limits(2.5), calls)
-
-
-@dataclass(frozen=True)
-class Result:
-    case: Case
-    samples: dict[tuple[Implementation, bool], Samples]  # by side, and whether it was disturbed
-
-    def slower(self, implementation: Implementation) -> float:
-        """How many times as long a disturbed call takes as a quiet one."""
-        return self.samples[implementation, DISTURBED].median / self.samples[implementation, QUIET].median
-
-    def ahead(self, disturbed: bool) -> float:
-        """How many times as long the reference takes as the fused call."""
-        return self.samples["reference", disturbed].median / self.samples["fused", disturbed].median
-
-    def verdicts(self) -> list[tuple[bool, str]]:
-        """What should hold: whether it does, and in words."""
-        limits, slower, ahead = self.case.limits, self.slower("fused"), self.ahead(DISTURBED)
-        return [
-            (
-                slower <= limits.slower,
-                f"{self.case.name}: {slower:.2f}x its quiet time when disturbed, at most {limits.slower:g}x",
-            ),
-            (
-                ahead >= limits.ahead,
-                f"{self.case.name}: {ahead:.1f}x faster than the disturbed reference, at least {limits.ahead:g}x",
-            ),
-        ]
+    calls = {REFERENCE: partial(training.alone, REFERENCE), FUSED: partial(training.alone, IN_LOSS)}
+    for call in calls.values():
+        call()
+    return calls  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -147,6 +110,7 @@ class NeighbourTimer(CpuTimer):
     """Before it times a turn, the neighbours wake or go to sleep."""
 
     def __init__(self, neighbours: Neighbours) -> None:
+        super().__init__()
         self._neighbours = neighbours
 
     def __call__(self, function: Callable[[], object], calls: int) -> float:
@@ -154,61 +118,91 @@ class NeighbourTimer(CpuTimer):
         return super().__call__(function, calls)
 
 
-def measure(case: Case, neighbours: Neighbours, rounds: int) -> Result:
+def measure(harness: Harness, name: str, calls: Calls, rounds: int) -> None:
     turns = {
-        (implementation, disturbed): Turn(call, disturbed)
-        for disturbed in (QUIET, DISTURBED)
-        for implementation, call in case.calls.items()
+        f"{contender}, {state}": Turn(call, state == DISTURBED)
+        for state in (QUIET, DISTURBED)
+        for contender, call in calls.items()
     }
-    return Result(case, interleave(turns, NeighbourTimer(neighbours), Effort.exactly(rounds)))
+    harness.time(name, name, turns, BOTH, effort=Effort.exactly(rounds))
 
 
-def table(results: Sequence[Result]) -> str:
-    """Markdown: medians in ms."""
-    lines = [
-        "| case | side | quiet ms | disturbed ms | disturbed / quiet | ahead, quiet | ahead, disturbed |",
-        "|---|---|---:|---:|---:|---:|---:|",
+def slower(rows: Rows, name: str, contender: str = FUSED) -> float | None:
+    """How many times as long a disturbed call takes as a quiet one."""
+    own = rows.where(section=name)
+    return ratio(own.median(contender=f"{contender}, {DISTURBED}"), own.median(contender=f"{contender}, {QUIET}"))
+
+
+def ahead(rows: Rows, name: str, state: str) -> float | None:
+    """How many times as long the reference takes as the fused call."""
+    own = rows.where(section=name)
+    return ratio(own.median(contender=f"{REFERENCE}, {state}"), own.median(contender=f"{FUSED}, {state}"))
+
+
+def _verdict(rows: Rows, name: str) -> str:
+    found, before = slower(rows, name), ahead(rows, name, DISTURBED)
+    words = [
+        f"{SLOWER[name]:g}x {'met' if found is not None and found <= SLOWER[name] else 'missed'}",
+        f"ahead {AHEAD:g}x {'met' if before is not None and before >= AHEAD else 'missed'}",
     ]
-    for result in results:
-        for implementation in result.case.calls:
-            quiet, disturbed = (result.samples[implementation, state].median * 1e3 for state in (QUIET, DISTURBED))
-            ahead = [f"{result.ahead(state):.1f}x" if implementation == "fused" else "" for state in (QUIET, DISTURBED)]
-            slower = result.slower(implementation)
-            cells = [result.case.name, implementation, f"{quiet:.3f}", f"{disturbed:.3f}", f"{slower:.2f}x", *ahead]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return ", ".join(words)
+
+
+def tables(rows: Rows) -> str:
+    body = []
+    for name in rows.names("section"):
+        own = rows.where(section=name)
+        for contender in (REFERENCE, FUSED):
+            values = [own.median(contender=f"{contender}, {state}") for state in (QUIET, DISTURBED)]
+            ours = contender == FUSED
+            before = [times(ahead(rows, name, state)) if ours else "" for state in (QUIET, DISTURBED)]
+            cells = [*map(milliseconds, values), times(slower(rows, name, contender)), *before]
+            body.append([name, contender, *cells, _verdict(rows, name) if ours else ""])
+    header = [
+        "case",
+        "by",
+        "quiet ms",
+        "disturbed ms",
+        "disturbed / quiet",
+        "ahead, quiet",
+        "ahead, disturbed",
+        "target",
+    ]
+    return markdown(header, body, (0, 1, 7))
+
+
+def draw(rows: Rows, folder: Path) -> list[Path]:
+    names = rows.names("section")
+    series = {contender: [slower(rows, name, contender) for name in names] for contender in (REFERENCE, FUSED)}
+    title, path = "A busy neighbour for every two cores", folder / "contention.png"
+    return [figures.bars(path, title, names, series, "times as long as without", rows.every[0].environment)]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=cores(), help="threads of torch (default: the cores there are)")
+    parser = parser_of(__doc__)
+    parser.set_defaults(threads=cores(), device="cpu")
     parser.add_argument("--neighbours", type=int, default=max(1, cores() // 2), help="(default: half of the cores)")
     parser.add_argument("--rounds", type=int, default=21, help="quiet and as many disturbed ones (default: 21)")
-    parser.add_argument("--quick", action="store_true", help="five rounds")
     options = parser.parse_args(arguments)
     if options.neighbours < 1 or options.rounds < 1 or options.threads < 1:
         parser.error("--threads, --neighbours and --rounds must be at least 1")
-    options.rounds = 5 if options.quick else options.rounds
+    options.rounds = options.repeats or (5 if options.quick else options.rounds)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
-    settings = Settings(threads=options.threads)
-    settings.apply()
-    print(", ".join(f"{key}: {value}" for key, value in machine(settings).items()), end=", ")
+    harness = Harness(COMMAND, options)
     print(f"busy neighbours: {options.neighbours} on {cores()} cores", flush=True)
-    try:
-        cases = [layer_case(), network_case()]
-    except WrongResultError as error:
-        raise SystemExit(f"error: {error}") from error
-    with Neighbours.beside_us(options.neighbours) as neighbours:
-        results = [measure(case, neighbours, options.rounds) for case in cases]
-    print(f"\n{table(results)}\n")
-    for result in results:
-        for met, words in result.verdicts():
-            print(f"{'met   ' if met else 'missed'} {words}")
+    with harness.progress(2), Neighbours.beside_us(options.neighbours) as neighbours:
+        harness.timer = NeighbourTimer(neighbours)
+        measure(harness, LAYER, layer_calls(harness.settings), options.rounds)
+        measure(harness, NETWORK, network_calls(), options.rounds)
+    every = harness.finish()
+    print(f"\n{tables(Rows(harness.rows))}")
+    for picture in draw(every, options.out):
+        print(f"Picture: {picture}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

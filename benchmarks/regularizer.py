@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from statistics import median
-from time import perf_counter
 
 import torch
 from resnet import ResNet
+from timing import CpuTimer, Effort, interleave
 from torch import nn
 
 from ocnn_fused import OrthRegularizer, engine
@@ -28,18 +28,12 @@ DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 HOST_LAYERS = 36
 
 
-def interleaved(contestants: dict[str, Callable[[], object]], rounds: int, calls: int = 1) -> dict[str, list[float]]:
+def timed(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
     """Milliseconds per call, in turn."""
-    found: dict[str, list[float]] = {name: [] for name in contestants}
     for call in contestants.values():
         call()
-    for _ in range(rounds):
-        for name, call in contestants.items():
-            start = perf_counter()
-            for _ in range(calls):
-                call()
-            found[name].append((perf_counter() - start) / calls * 1e3)
-    return found
+    samples = interleave(contestants, CpuTimer(), Effort.exactly(rounds))
+    return {name: [1e3 * seconds for seconds in taken.seconds] for name, taken in samples.items()}
 
 
 def table(found: dict[str, list[float]], base: str) -> str:
@@ -102,9 +96,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{options.network}, {options.threads} threads\n")
-    print(table(interleaved(network_contestants(DEPTHS[options.network]), options.rounds), "add_grad_"))
+    print(table(timed(network_contestants(DEPTHS[options.network]), options.rounds), "add_grad_"))
     print(f"\nhost: {HOST_LAYERS} convolutions of 1x1x3x3\n")
-    print(table(interleaved(host_contestants(), 5 * options.rounds, 50), "reg()"))
+    print(table(timed(host_contestants(), 5 * options.rounds), "reg()"))
     print("\n" + workspace(DEPTHS["resnet34"]))
 
 
