@@ -11,6 +11,7 @@ PYTEST_ARGS ?=
 # One process per core, one thread in each: most tests are too small for more. Files stay whole, for what they share.
 PARALLEL    ?= --numprocesses auto --maxprocesses 8 --dist loadfile
 BENCH_ARGS  ?=
+EXPERIMENTS_ARGS ?=
 # Parts of `make report` to run again, all of them by default, and where their rows are kept.
 PARTS       ?=
 OUT         ?= benchmarks/results
@@ -35,7 +36,8 @@ EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --e
 NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training bench-smoke bench-check report peers lint format sanitize gpu gpu-check \
+.PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training \
+    bench-smoke bench-check report peers experiments-smoke lint format sanitize gpu gpu-check \
     cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:
 
@@ -100,6 +102,10 @@ bench: $(STAMPS)/extension $(STAMPS)/bench
 bench-training: $(STAMPS)/extension $(STAMPS)/bench
 	$(PY) benchmarks/training_overhead.py $(BENCH_ARGS)
 
+# All experiments of docs/replication.md in seconds, on tiny data unless EXPERIMENTS_ARGS="--data PATH" names some.
+experiments-smoke: $(STAMPS)/extension $(STAMPS)/experiments
+	OMP_NUM_THREADS=1 $(PY) -m experiments queue --smoke $(EXPERIMENTS_ARGS)
+
 # A smoke of every benchmark, seconds each: that they run, and that what they time is right.
 bench-smoke: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/bench
 	OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-disable $(PYTEST_ARGS)
@@ -117,7 +123,7 @@ bench-check: $(STAMPS)/bench
 # Packages for hard orthogonality to compare with, without what they ask for: that is torch and numpy.
 peers: $(STAMPS)/peers
 
-lint: $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/bench
+lint: $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/experiments
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
@@ -224,7 +230,7 @@ $(STAMPS)/test: $(STAMPS)/wanted-TRITON $(STAMPS)/package
 	$(EDITABLE) '.[test]' $(TRITON)
 	touch $@
 
-$(STAMPS)/bench $(STAMPS)/coverage $(STAMPS)/dev $(STAMPS)/integrations: $(STAMPS)/%: $(STAMPS)/package
+$(STAMPS)/bench $(STAMPS)/coverage $(STAMPS)/dev $(STAMPS)/experiments $(STAMPS)/integrations: $(STAMPS)/%: $(STAMPS)/package
 	$(EDITABLE) '.[$*]'
 	touch $@
 

@@ -4,6 +4,7 @@
     python benchmarks/compare.py --network vgg16 dcgan    these networks; "all" is every one
     python benchmarks/compare.py --foreach --precisions   50 small layers; our backends and dtypes
     python benchmarks/compare.py --contenders all         also torch.compile, which takes seconds per layer to compile
+    python benchmarks/compare.py --large-kernels          60 random layers with kernels of 6 to 1001 taps
     python benchmarks/compare.py --panels                 the CPU backend's own products against the BLAS, nothing else
 
 Every contender's losses and gradients are compared with what it claims to compute, in float64, before it is timed.
@@ -42,7 +43,7 @@ from definitions import paper
 from harness import Harness, disturbed, parser_of, run
 from panels import table as panels_table
 from record import Row, Rows
-from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer
+from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer, large_kernels
 from steps import DTYPES, Settings, expand, make_weights, module_of
 from tables import markdown, milliseconds, number, ratio, times
 from torch import Tensor, nn
@@ -52,7 +53,9 @@ from ocnn_fused import OrthRegularizer
 COMMAND = "compare"
 BOTH, LOSS = "loss and gradient", "loss"
 BOUND = "bound"
-SHAPES, FOREACH, PRECISION = "shapes", "foreach", "precisions"
+SHAPES, LARGE, FOREACH, PRECISION = "shapes", "large kernels", "foreach", "precisions"
+SINGLE = (SHAPES, LARGE)  # sections that are no network
+TITLES = {SHAPES: "Single shapes with targets", LARGE: "Random large kernels"}
 IN_LOSS, ADD_GRAD, PROJECT = "reg()", "add_grad_", "project_"
 
 EXACT = (REFERENCE, COMPILED, FOURIER, DEEL_LIP, FUSED)
@@ -192,9 +195,7 @@ def fastest_exact(rows: Rows) -> str:
 def _title(section: str) -> str:
     network = section.partition(",")[0]
     count = sum(layer.count for layer in NETWORKS.get(network, ()))
-    return (
-        f"{section}: {count} convolutions" if count else {"shapes": "Single shapes with targets"}.get(section, section)
-    )
+    return f"{section}: {count} convolutions" if count else TITLES.get(section, section)
 
 
 def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
@@ -212,6 +213,7 @@ def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
         if not is_network:
             totals = {name: total + count * (values[name] or float("nan")) for name, total in totals.items()}
         target = targets[subject].ratio if subject in targets else NETWORK_RATIOS.get(subject) if is_network else None
+        target = 1.0 if section == LARGE else target  # none may be slower than the reference
         speed_up = ratio(values[REFERENCE], values[FUSED])
         verdict = (
             "" if target is None or speed_up is None else f"{target:g}x {'met' if speed_up >= target else 'missed'}"
@@ -230,7 +232,7 @@ def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
                 verdict,
             ]
         )
-    if section not in (SHAPES, FOREACH):
+    if section not in (*SINGLE, FOREACH):
         sums = [milliseconds(total) if total == total else "-" for total in totals.values()]
         total = [f"{section}, sum of layers", "", "", *sums, times(totals[REFERENCE] / totals[FUSED]), "", "", "", ""]
         body.insert(len(body) - 1, total)
@@ -325,7 +327,7 @@ def tables(rows: Rows) -> str:
     parts = []
     for section in sections_of(rows):
         parts += [f"### {_title(section)}", exact_table(rows, section)]
-        if section != SHAPES:
+        if section not in SINGLE:
             parts += ["What other regularisers cost there; they compute something else:", others_table(rows, section)]
     if len(Rows(row for row in rows if row.details.get("role") == "network")):
         parts += ["### Whole networks and 50 small layers, every way to call", networks_table(rows)]
@@ -375,7 +377,7 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
                 environment,
             )
         )
-    networks = {section: _totals(rows, section) for section in sections_of(rows) if section != SHAPES}
+    networks = {section: _totals(rows, section) for section in sections_of(rows) if section not in SINGLE}
     if networks:
         names = [name for name in (*EXACT, *OTHERS) if any(name in totals for totals in networks.values())]
         series: dict[str, list[float | None]] = {
@@ -402,6 +404,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     parser.add_argument("--network", nargs="+", choices=[*NETWORKS, "all"], default=[], help="networks to measure")
     parser.add_argument("--shapes", action="store_true", help="the single shapes with targets")
+    parser.add_argument("--large-kernels", action="store_true", help="60 random layers with kernels of 6 to 1001 taps")
     parser.add_argument("--foreach", action="store_true", help="50 small layers in one call and one by one")
     parser.add_argument("--precisions", action="store_true", help="our backends by dtype")
     parser.add_argument("--panels", action="store_true", help="compare panels with the BLAS instead (CPU only)")
@@ -416,7 +419,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.panels and options.device != "cpu":
         parser.error("--panels is about the CPU")
-    if not (options.network or options.shapes or options.foreach or options.precisions):
+    if not any((options.network, options.shapes, options.large_kernels, options.foreach, options.precisions)):
         options.network, options.shapes = ["resnet34"], True
     if "all" in options.network:
         options.network = list(NETWORKS)
@@ -428,6 +431,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def layers_of(options: argparse.Namespace) -> list[Layer]:
     """Every distinct layer that the options ask for."""
     every = [target.layer for target in TARGETS] if options.shapes else []
+    every += large_kernels() if options.large_kernels else ()
     every += [layer for name in options.network for layer in NETWORKS[name]]
     return list({layer.geometry: layer for layer in every}.values())
 
@@ -436,11 +440,14 @@ def measure(harness: Harness, options: argparse.Namespace) -> None:
     """Everything that the options ask for."""
     exact = [name for name in options.contenders if name in EXACT]
     rows = sum(len(NETWORKS[name]) + 2 for name in options.network)
-    rows += len(TARGETS) * options.shapes + 2 * options.foreach
+    random = large_kernels() if options.large_kernels else ()
+    rows += len(TARGETS) * options.shapes + len(random) + 2 * options.foreach
     rows += 2 * len(PRECISION_LAYERS) * len(DTYPES) * options.precisions
     with harness.progress(rows):
         for target in TARGETS if options.shapes else ():
             measure_layer(harness, SHAPES, target.layer, exact)
+        for layer in random:
+            measure_layer(harness, LARGE, layer, exact)
         for name in options.network:
             for layer in NETWORKS[name]:
                 measure_layer(harness, name, layer, options.contenders)

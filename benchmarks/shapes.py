@@ -6,6 +6,7 @@ every table against the network's published number of convolution weights.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -204,7 +205,32 @@ TARGETS: tuple[Target, ...] = (
     Target(Layer("7x7 at 64", (64, 64, 7, 7)), 7.0),
     Target(Layer("7x7 at 128", (128, 128, 7, 7)), 7.0),
     Target(Layer("31x31", (8, 8, 31, 31)), 50.0),
+    Target(Layer("9x9x9", (2, 2, 9, 9, 9)), 20.0),
+    Target(Layer("7x7x7", (3, 3, 7, 7, 7)), 1.0),
+    Target(Layer("few channels", (16, 4, 7, 7)), 1.0),
+    Target(Layer("11x11", (12, 12, 11, 11)), 1.0),
+    Target(Layer("9x9", (32, 32, 9, 9)), 1.0),
 )
+
+
+def large_kernels(count: int = 60) -> tuple[Layer, ...]:
+    """Random layers, the same ones every time: 6 to 31 taps on an axis, in one dimension up to 1001, in three up to 9.
+
+    Of the channels that nothing speaks against, as many as leave the reference a second or so.
+    """
+    rng = random.Random(0)
+    layers: list[Layer] = []
+    while len(layers) < count:
+        axes = rng.choice((1, 2, 2, 2, 3))
+        kernel = tuple(rng.randint(6, {1: 1001, 2: 31, 3: 9}[axes]) for _ in range(axes))
+        groups = rng.choice((1, 1, 1, 2, 4, 16))
+        rows, channels = rng.choice((1, 2, 3, 4, 8, 12, 16, 24, 48)), rng.choice((1, 2, 3, 4, 8, 12, 16, 24, 48))
+        stride, dilation = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2))
+        layer = Layer("random", (groups * rows, channels, *kernel), stride, groups, dilation)
+        products = groups * rows * rows * channels * prod(k * (2 * ((k - 1) // stride) + 1) for k in kernel)
+        if products < 10**10:
+            layers.append(layer)
+    return tuple(layers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -18,22 +18,27 @@ using LossesAndGrads = std::tuple<std::vector<at::Tensor>, std::vector<at::Tenso
 
 struct PlanObject : torch::CustomClassHolder {
   // `layout` is on the CPU; `tables` are the same numbers where the weights are. A plan for groups too small for matrix
-  // products has no constants.
-  PlanObject(const at::Tensor& layout, at::Tensor its_tables, std::optional<at::Tensor> its_constants)
-      : tables(std::move(its_tables)) {
+  // products has no constants, a Fourier plan no tables.
+  PlanObject(const at::Tensor& layout, std::optional<at::Tensor> its_tables, std::optional<at::Tensor> its_constants) {
     TORCH_CHECK_VALUE(layout.device().is_cpu() && layout.scalar_type() == at::kLong && layout.is_contiguous(),
                       "layout must be a contiguous int64 tensor on the CPU");
     const LayoutReader reader(layout.const_data_ptr<int64_t>(), layout.numel());
-    if (its_constants) {
-      constants = *std::move(its_constants);
+    TORCH_CHECK_VALUE(its_tables || its_constants, "a plan must have tables or constants");
+    if (its_tables) tables = *std::move(its_tables);
+    if (its_constants) constants = *std::move(its_constants);
+    if (!its_tables) {
+      fourier = read_fourier_plan(reader);
+    } else if (its_constants) {
       lowered = read_plan(reader);
     } else {
       small = read_small_plan(reader);
     }
   }
 
+  // One of them is there.
   std::optional<LoweredPlan> lowered;
-  std::optional<SmallPlan> small;  // one of the two is there
+  std::optional<SmallPlan> small;
+  std::optional<FourierPlan> fourier;
   at::Tensor tables, constants;
 };
 

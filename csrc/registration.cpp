@@ -7,8 +7,9 @@
 #include "plan_object.h"
 
 void ocnn_fused::register_plan_type() {
-  static const auto type = torch::class_<PlanObject>("ocnn_fused", "Plan")
-                               .def(torch::init<const at::Tensor&, at::Tensor, std::optional<at::Tensor>>());
+  static const auto type =
+      torch::class_<PlanObject>("ocnn_fused", "Plan")
+          .def(torch::init<const at::Tensor&, std::optional<at::Tensor>, std::optional<at::Tensor>>());
 }
 
 TORCH_LIBRARY_FRAGMENT(ocnn_fused, m) {
@@ -26,7 +27,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.doc() = "Compiled backends of ocnn_fused; importing it registers their op.";
   // Plain tensors go this way, because the dispatcher's way through Python costs as much as a small layer.
   pybind11::class_<Call>(m, "Call")
-      .def(pybind11::init([](const std::vector<std::tuple<std::vector<int64_t>, at::Tensor, at::Tensor,
+      .def(pybind11::init([](const std::vector<std::tuple<std::vector<int64_t>, at::Tensor, std::optional<at::Tensor>,
                                                           std::optional<at::Tensor>, bool>>& buckets,
                              std::vector<int64_t> strides, std::vector<int64_t> dilations,
                              std::vector<int64_t> paddings, std::vector<int64_t> groups, std::vector<double> targets) {

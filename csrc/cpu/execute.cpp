@@ -1,4 +1,4 @@
-// The ops of the CPU: plans on panels, through the pipeline, and of small groups.
+// The ops of the CPU: plans on panels, through the pipeline, of small groups, and by Fourier.
 #include <torch/library.h>
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "device.h"
+#include "fourier.h"
 #include "panels.h"
 
 namespace ocnn_fused::cpu {
@@ -187,6 +188,7 @@ LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad,
                        const std::optional<at::Tensor>& factors, at::IntArrayRef places, double factor, bool per_target,
                        at::TensorList targets) {
   const Epilogue epilogue{factors, places, factor, per_target, targets};
+  if (plan->fourier) return execute_fourier(weights, *plan->fourier, plan->constants, with_grad, epilogue);
   return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad, epilogue)
                      : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad, epilogue);
 }

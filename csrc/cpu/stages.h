@@ -23,6 +23,9 @@ constexpr int64_t kTile = kLanes;
 bool fills_undefined_memory();
 constexpr int kUndefinedByte = 0xFF;
 
+// Of the instruction set to use: ATen's own answer, so that ATEN_CPU_CAPABILITY=default reaches us too.
+int64_t vector_bytes();
+
 // Weights K[row, channel, tap] of any strides, stacked: rows count on through all of them. tap_offsets maps a flat tap
 // index to an element offset.
 template <typename S>

@@ -37,7 +37,6 @@ class GroupTargets {
     return static_cast<double>(offset) * squares / static_cast<double>(groups_);
   }
 
- private:
   // Squared length of one filter; sums in lanes, which a compiler may keep in vectors.
   static double square_of(const WeightView<const S>& weight, int64_t i, int64_t channels) {
     const bool in_one_piece = weight.dense && weight.channel_stride == weight.taps;
@@ -58,6 +57,7 @@ class GroupTargets {
     return std::accumulate(lanes, lanes + kLanes, 0.0);
   }
 
+ private:
   const double rule_;
   const int64_t groups_;
   std::vector<T> of_groups_;

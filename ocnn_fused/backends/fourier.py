@@ -67,8 +67,9 @@ def _run(
     for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
         loss, grad = executor(weight, with_grad)
         losses.append(loss)
-        settled = epilogue is None or not with_grad
-        grads.append(grad if settled else epilogue.settle(place, weight, grad, executor.plan.groups))
+        if epilogue is not None and with_grad:
+            grad = epilogue.settle(place, weight, grad, executor.plan.groups)
+        grads.append(grad)
     return losses, grads
 
 

@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..plan import AnyPlan
+from ..plan import AnyPlan, Plan
 from ..problem import Precision, Problem
 
 
@@ -22,7 +22,7 @@ class Operand(NamedTuple):
     with_grad: bool
 
 
-PlanT = TypeVar("PlanT", bound=AnyPlan)
+PlanT = TypeVar("PlanT", bound=AnyPlan, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ class Executable(Protocol):
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What a weight is computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_bilinear(plan: AnyPlan, dtype: torch.dtype) -> bool:
+    """Whether a plan is made of planes and products: all that most backends take."""
+    return isinstance(plan, Plan)
 
 
 def joined(parts: Sequence[tuple[Sequence[int], Executable]]) -> Executable:

@@ -12,10 +12,12 @@ from ..plan import Block, Plan
 from ..problem import FREE, OFF_DIAGONAL, Options
 from .cpu import refusal, resolve_precision, seconds
 from .device import beside_all_graphs
-from .job import Epilogue, Executable, Job, accumulation_dtype
+from .job import Epilogue, Executable, Job, accumulation_dtype, is_bilinear
 from .lowering import to_tensor
 
-__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "unavailable_reason"]
+__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "takes", "unavailable_reason"]
+
+takes = is_bilinear
 
 #: Terms of a product that a BLAS adds up at once.
 _PIECE = 128
@@ -40,8 +42,9 @@ def _run(
     for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
         loss, grad = executor(weight, with_grad)
         losses.append(loss)
-        settled = epilogue is None or not with_grad
-        grads.append(grad if settled else epilogue.settle(place, weight, grad, executor.plan.groups))
+        if epilogue is not None and with_grad:
+            grad = epilogue.settle(place, weight, grad, executor.plan.groups)
+        grads.append(grad)
     return losses, grads
 
 

@@ -154,7 +154,7 @@ class OrthRegularizer:
         share = selection.share(rank, world) if self._applies else ()
         total: Tensor | None = None
         for part in selection.passes(share):
-            value = self._value(part, weights, world)
+            value = self._value(part, weights, world, selection.is_fully_sharded)
             value = value.to(selection.zero.device, selection.zero.dtype)  # the same on every rank
             total = value if total is None else total + value
         total = selection.zero.clone() if total is None else total
@@ -163,9 +163,12 @@ class OrthRegularizer:
         others = [weight for index, weight in enumerate(weights) if weight.requires_grad and index not in share]
         return announce(total, others)
 
-    def _value(self, part: Pass, weights: list[Tensor], world: int) -> Tensor:
-        """The weighted sum over the layers of one pass, times the number of ranks that share the layers."""
-        if part.problems is not None and self._settings.squared:
+    def _value(self, part: Pass, weights: list[Tensor], world: int, in_pieces: bool) -> Tensor:
+        """The weighted sum over the layers of one pass, times the number of ranks that share the layers.
+
+        ``in_pieces``: FSDP takes a gradient as soon as its module's backward is done, before that of the one node is.
+        """
+        if part.problems is not None and self._settings.squared and not in_pieces:
             # One product after the other: torch.compile follows a float that changes only into a tensor.
             alone = world == 1 or torch.compiler.is_compiling()
             factor = self._factor if alone else self._factor * world

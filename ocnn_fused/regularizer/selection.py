@@ -146,6 +146,11 @@ class Selection:
         weights = [parameters.get("weight") for parameters in self._watched]
         return [0 if weight is None else id(weight) for weight in weights]  # id(None) is more than torch.compile can
 
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether FSDP manages any parameter of the model."""
+        return bool(self._fully_sharded)
+
     def is_direct(self, index: int, weight: Tensor) -> bool:
         """Whether the op's gradient is the parameter's own."""
         layer = self.layers[index]

@@ -16,7 +16,7 @@ from ...plan import Plan
 from ...problem import Launch, Options, Precision
 from .. import pytorch
 from ..device import Device, asked_precision, spec_of
-from ..job import Epilogue, Executable, Job, joined
+from ..job import Epilogue, Executable, Job, is_bilinear, joined
 from ..model import plan_seconds
 from ..rounding import is_accurate
 from .availability import unavailable_reason
@@ -29,8 +29,11 @@ __all__ = [
     "resolve_precision",
     "run",
     "seconds",
+    "takes",
     "unavailable_reason",
 ]
+
+takes = is_bilinear
 
 
 def resolve_precision(precision: Precision | None, device: Device, linear: bool) -> Precision:

@@ -1,0 +1,56 @@
+"""The methods that are compared, all through OrthRegularizer."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ocnn_fused import OrthRegularizer
+
+Method = Literal["plain", "kernel", "srip", "ocnn", "ocnn-free", "projection"]
+METHODS: tuple[Method, ...] = get_args(Method)
+#: What every row of the table is run with; the other two come later.
+COMPARED = METHODS[:4]
+
+
+class Regularization:
+    """What a method adds to a training step of one or several models.
+
+    ``weight`` is lambda, and for the projection its rate. ``loss()`` is added to the task's loss, ``after_step()`` is
+    called after the optimiser's step.
+    """
+
+    def __init__(self, method: Method, weight: float, *models: nn.Module) -> None:
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+        if (method == "plain") != (weight == 0):
+            raise ValueError(f"weight must be 0 for the plain method and positive for the others, got {weight!r}")
+        self.projection_rate = weight if method == "projection" else None
+        self.regularizers: list[OrthRegularizer] = []
+        if method != "plain":
+            self.regularizers = [_regularizer(model, method, weight) for model in models]
+
+    def loss(self) -> Tensor:
+        """Lambda times the orthogonality losses; zero for the plain method and for the projection."""
+        if self.projection_rate is not None or not self.regularizers:
+            return torch.zeros(())
+        return torch.stack([regularizer() for regularizer in self.regularizers]).sum()
+
+    def after_step(self) -> None:
+        if self.projection_rate is not None:
+            for regularizer in self.regularizers:
+                regularizer.project_(rate=self.projection_rate)
+
+
+def _regularizer(model: nn.Module, method: Method, weight: float) -> OrthRegularizer:
+    if method in ("kernel", "srip"):
+        return OrthRegularizer(model, weight, method=method)  # type: ignore[arg-type]
+    return OrthRegularizer(model, weight, target="free" if method == "ocnn-free" else 1)
+
+
+@torch.no_grad()
+def orthogonality_loss(model: nn.Module) -> float:
+    """The paper's loss of all convolutions, above the least that their shapes allow, whatever method trained them."""
+    return float(sum(OrthRegularizer(model, normalize="excess").per_layer().values()))

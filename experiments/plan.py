@@ -1,0 +1,240 @@
+"""Which runs there are, in the order of their worth, and how rate and lambda are chosen for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from math import inf, isnan
+from statistics import mean
+from typing import Any
+
+from .attack import ATTACK, Attack
+from .classification import CLASSIFICATION, Classification
+from .config import Config
+from .cost import COST, Cost
+from .filters import FILTERS, Filters
+from .gan import GAN, Gan
+from .inpainting import CHOOSING, GREY, INPAINTING, SAMPLE, TEXT, Inpainting
+from .methods import COMPARED, METHODS, Method
+from .retrieval import NEIGHBOURS, PROXIES, Neighbours, Proxies
+from .runner import Context, Experiment
+
+EXPERIMENTS: dict[str, Experiment] = {
+    experiment.config.experiment: experiment
+    for experiment in (CLASSIFICATION, NEIGHBOURS, PROXIES, INPAINTING, GAN, ATTACK, FILTERS, COST)
+}
+
+FRACTIONS = (0.1, 0.2, 0.4)
+SEEDS = (0, 1, 2)
+LATER = METHODS[len(COMPARED) :]
+#: With this seed settings are chosen.
+CHOOSING_SEED = 100
+#: Lambdas of the sweep.
+SWEEP = (0.003, 0.01, 0.03, 0.1, 0.3)
+#: The first images, so that every row has results soon.
+FIRST_IMAGES = ("barbara", "boat", "house", "cameraman", "peppers")
+LONG = 1200  # steps of the networks that others start from or attack
+
+
+@dataclass(frozen=True)
+class Choice:
+    rate: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The trials of an experiment: as many for each method.
+
+    ``score``: of a trial's result; the highest mean over the trials of one setting wins.
+    """
+
+    trial: Config
+    score: Callable[[dict[str, Any]], float]
+    plain_rates: tuple[float, ...]
+    rates: tuple[float, ...]
+    weights: tuple[float, ...]
+    images: tuple[str, ...] = ()
+
+    def settings(self, method: Method) -> list[Choice]:
+        if method == "plain":
+            return [Choice(rate, 0.0) for rate in self.plain_rates]
+        return [Choice(rate, weight) for rate in self.rates for weight in self.weights]
+
+
+GRIDS: dict[str, Grid] = {
+    "classification": Grid(
+        Classification(fraction=0.2, steps=300), lambda result: result["accuracy"],
+        (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0.05, 0.1, 0.2), (0.01, 0.1),
+    ),
+    "inpainting": Grid(
+        Inpainting(steps=300), lambda result: result["psnr"],
+        (0.002, 0.005, 0.01, 0.02, 0.03, 0.05), (0.01, 0.03), (1e-5, 1e-4, 1e-3), tuple(CHOOSING),
+    ),
+    "proxies": Grid(
+        Proxies(steps=200), lambda result: result["recall1"],
+        (1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3), (0.01, 0.1),
+    ),
+    "gan": Grid(
+        Gan(steps=200, scored=1000), lambda result: -result["frechet"],
+        (1e-4, 2e-4, 5e-4, 1e-3), (2e-4, 1e-3), (0.001, 0.01),
+    ),
+}  # fmt: skip
+
+
+class NotChosen(Exception):
+    """Trials are missing."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Runs that belong together; made when their turn comes, because they depend on what was chosen before."""
+
+    title: str
+    make: Callable[[], list[Config]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """Configurations that are run with every method and seed."""
+
+    title: str
+    configs: tuple[Config, ...]
+
+
+#: The rows, apart from method, rate, lambda and seed.
+CIFAR = Classification(steps=LONG)
+WIDE = Classification(network="wideresnet", width=16)
+FOLDERS = Classification(dataset="folders", network="resnet18-stem", width=16, size=64, steps=LONG)
+FEW = {fraction: Classification(fraction=fraction) for fraction in FRACTIONS}
+SWEPT = FEW[0.2]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The runs; with ``smoke`` all of them as small as they can be, and a few settings to choose among."""
+
+    context: Context
+    smoke: bool = False
+
+    def sized(self, config: Config) -> Config:
+        return small(config) if self.smoke else config
+
+    # -- choosing ------------------------------------------------------------------------------------------------------
+
+    def trials(self, experiment: str, method: Method) -> list[Config]:
+        grid = GRIDS[experiment]
+        trial = self.sized(replace(grid.trial, method=method, seed=CHOOSING_SEED, choosing=True))
+        if isinstance(trial, Proxies):  # they start from networks, whose settings are chosen
+            trial = self.based(trial)
+        settings = grid.settings(method)[: 2 if self.smoke else None]
+        found = [replace(trial, rate=choice.rate, weight=choice.weight) for choice in settings]
+        if not grid.images:
+            return found
+        return [replace(one, image=image) for one in found for image in grid.images]  # type: ignore[call-arg]
+
+    def scores(self, experiment: str, method: Method) -> dict[Choice, float]:
+        """Mean score of every setting; raises NotChosen if a trial is missing."""
+        lines = self.context.lines(experiment)
+        scores: dict[Choice, list[float]] = {}
+        for trial in self.trials(experiment, method):
+            if trial.key not in lines:
+                raise NotChosen(f"{experiment}, {method}: {trial.command} was not run")
+            score = GRIDS[experiment].score(lines[trial.key].result)
+            scores.setdefault(Choice(trial.rate, trial.weight), []).append(-inf if isnan(score) else score)
+        return {choice: mean(values) for choice, values in scores.items()}
+
+    def chosen(self, experiment: str, method: Method) -> Choice:
+        """Rate and weight of the best trials; experiments without trials take those of classification."""
+        scores = self.scores(experiment if experiment in GRIDS else "classification", method)
+        return max(scores, key=lambda choice: scores[choice])
+
+    def based(self, config: Proxies) -> Proxies:
+        choice = self.chosen("classification", config.method)
+        return replace(config, base_rate=choice.rate, base_weight=choice.weight)
+
+    # -- runs ----------------------------------------------------------------------------------------------------------
+
+    def run_of(self, config: Config, method: Method, seed: int = 0) -> Config:
+        """A row's run with the chosen settings."""
+        choice = self.chosen(config.experiment, method)
+        found = self.sized(replace(config, method=method, rate=choice.rate, weight=choice.weight, seed=seed))
+        return self.based(found) if isinstance(found, Proxies) else found
+
+    def sweep_runs(self, seed: int) -> list[Config]:
+        """Lambdas, and none, at the rate chosen for ocnn."""
+        base = replace(SWEPT, rate=self.chosen("classification", "ocnn").rate, seed=seed)
+        swept = [replace(base, method="ocnn", weight=weight) for weight in SWEEP]
+        return [self.sized(config) for config in (base, *swept)]
+
+    def stages(self) -> Iterator[Stage]:
+        """All rows once with the four methods; then what needs several seeds or images; then the rest."""
+
+        def choosing(experiment: str, methods: Sequence[Method]) -> Stage:
+            make = lambda: [trial for method in methods for trial in self.trials(experiment, method)]  # noqa: E731
+            return Stage(f"choosing, {experiment}", make)
+
+        def runs(row: Row, methods: Sequence[Method], seeds: Sequence[int]) -> Stage:
+            return Stage(row.title, lambda: [
+                self.run_of(config, method, seed) for seed in seeds for config in row.configs for method in methods
+            ])  # fmt: skip
+
+        def sweep(seeds: Sequence[int]) -> Stage:
+            return Stage("lambda sweep", lambda: [config for seed in seeds for config in self.sweep_runs(seed)])
+
+        few = Row("few labels", tuple(FEW.values()))
+        cifar, wide = Row("CIFAR-100, ResNet-18", (CIFAR,)), Row("CIFAR-100, WideResNet", (WIDE,))
+        folders, birds = Row("Tiny-ImageNet", (FOLDERS,)), Row("birds", (Neighbours(),))
+        cars, gan = Row("cars", (Proxies(),)), Row("GAN", (Gan(),))
+        attack, filters = Row("SimBA", (Attack(),)), Row("spectrum and similarity", (Filters(),))
+        shown = (*FIRST_IMAGES, *TEXT, SAMPLE)
+        first_images = Row("inpainting", tuple(Inpainting(image=image) for image in shown))
+        other_images = Row("inpainting", tuple(Inpainting(image=image) for image in GREY if image not in shown))
+        methods, first, others = COMPARED, SEEDS[:1], SEEDS[1:]
+        if self.smoke:
+            methods = METHODS
+        yield choosing("classification", methods)
+        for row in (few, cifar, attack, filters):
+            yield runs(row, methods, first)
+        yield choosing("inpainting", methods)
+        for row in (first_images, folders, birds):
+            yield runs(row, methods, first)
+        yield Stage("time and memory", lambda: [self.sized(Cost())])
+        yield runs(wide, methods, first)
+        yield sweep(first)
+        yield choosing("proxies", methods)
+        yield runs(cars, methods, first)
+        yield choosing("gan", methods)
+        yield runs(gan, methods, first)
+        if self.smoke:
+            return
+        # What needs several seeds or images.
+        for row in (few, cifar, attack):
+            yield runs(row, methods, others)
+        yield runs(other_images, methods, first)
+        # The rest.
+        for row in (wide, folders, birds, filters, gan, cars):
+            yield runs(row, methods, others)
+        yield sweep(others)
+        yield choosing("classification", LATER)
+        for row in (few, cifar, attack, filters):
+            yield runs(row, LATER, SEEDS)
+        yield choosing("inpainting", LATER)
+        for row in (first_images, other_images):
+            yield runs(row, LATER, first)
+
+
+#: Sizes of the smoke test.
+_SMALL = {
+    "steps": 2, "width": 4, "base_steps": 8, "images": 4, "scored": 16, "embedding": 8, "batch": 8, "levels": 2,
+    "code": 4,
+}  # fmt: skip
+
+
+def small(config: Config) -> Config:
+    """The same run, as small as it can be."""
+    names = {field.name for field in fields(config)}
+    changes: dict[str, Any] = {name: value for name, value in _SMALL.items() if name in names}
+    if isinstance(config, (Inpainting, Neighbours, Proxies)) or getattr(config, "dataset", "") == "folders":
+        changes["size"] = 32
+    return replace(config, **changes)
