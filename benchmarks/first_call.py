@@ -14,8 +14,9 @@ from multiprocessing import get_context
 from time import perf_counter
 
 import torch
+from contenders import CONTENDERS, FUSED
 from shapes import TARGETS, Layer, large_kernels
-from steps import Settings, make_weights, run_step
+from steps import Settings, make_weights
 
 _WARM_UP = Layer("warm-up", (8, 8, 3, 3))
 _LATER_CALLS = 5
@@ -24,12 +25,12 @@ _LATER_CALLS = 5
 def _seconds(layer: Layer, settings: Settings) -> tuple[float, float]:
     """Of the first call and, the median, of later ones; runs in a child."""
     settings.apply()
-    run_step("fused", make_weights([_WARM_UP], settings), [_WARM_UP], settings.gradient)
+    CONTENDERS[FUSED].step(make_weights([_WARM_UP], settings), [_WARM_UP], settings.gradient)
     weights = make_weights([layer], settings)
     taken = []
     for _ in range(1 + _LATER_CALLS):
         start = perf_counter()
-        run_step("fused", weights, [layer], settings.gradient)
+        CONTENDERS[FUSED].step(weights, [layer], settings.gradient)
         taken.append(perf_counter() - start)
     return taken[0], statistics.median(taken[1:])
 
