@@ -19,8 +19,8 @@ from ..problem import Precision
 from .device import DeviceSpec
 
 #: Instructions that a thread executes for each CHUNK multiply-adds of a 3x3 layer in float32: those of the inner loop
-#: (33, 29 and 31, for which `make gpu-check` has bars) and those that round and store the results, shared out among
-#: them. Counted in the machine code for sm_80 to sm_90 of triton 3.7.
+#: (33, 29 and 31, counted by `make gpu-check` for sm_80 to sm_90 with triton 3.7) and, estimated, those that round and
+#: store the results, shared out among them.
 INSTRUCTIONS = {"evaluate": 52.0, "mix": 42.0, "gather": 40.0}
 CHUNK = 16
 
