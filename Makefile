@@ -12,6 +12,10 @@ PYTEST_ARGS ?=
 PARALLEL    ?= --numprocesses auto --maxprocesses 8 --dist loadfile
 BENCH_ARGS  ?=
 EXPERIMENTS_ARGS ?=
+# Parts of `make report` to run again, all of them by default, and where their rows are kept.
+PARTS       ?=
+OUT         ?= benchmarks/results
+PEERS       ?= orthogonium==0.0.4 deel-torchlip==1.0.5 geotorch==0.4.0
 GPU_ARGS    ?=
 
 SANITIZERS     ?= address,undefined
@@ -30,10 +34,10 @@ PIP    := $(PY) -m pip --quiet --disable-pip-version-check
 BUILD_TOOLS := 'setuptools>=77.0.3' wheel ninja pybind11
 EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
 NATIVE := $(shell find csrc)
-CLANG  := $(shell find csrc tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training \
-    experiments-smoke lint format sanitize gpu gpu-check \
+    bench-smoke bench-check report peers experiments-smoke lint format sanitize gpu gpu-check \
     cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:
 
@@ -46,7 +50,6 @@ test: $(STAMPS)/extension $(STAMPS)/test
 # it stay as they are: make test-torch TORCH=torch==2.9.1 PYTHON=python3.13 TRITON=triton==3.5.1
 # Without TRITON on the command line it runs without triton: each torch wants its own.
 GIVEN_TRITON   = $(if $(filter command environment,$(firstword $(origin TRITON))),$(TRITON))
-UPGRADE       ?= torch==2.9.1
 OTHER_NAME     = $(subst $() ,-,$(strip $(subst ==,-,$(TORCH) $(GIVEN_TRITON)) $(notdir $(PYTHON))))
 OTHER_VENV     = $(CURDIR)/.venv-$(OTHER_NAME)
 OTHER_PY       = $(OTHER_VENV)/bin/python
@@ -83,10 +86,14 @@ test-zoo: $(STAMPS)/extension $(STAMPS)/zoo
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations -k "timm or diffusers or peft" $(PYTEST_ARGS)
 
 # Another torch where one was used before: both are real, and every object must be compiled again for the second.
+UPGRADE      ?= torch==2.9.1
+UPGRADE_VENV  = $(CURDIR)/.venv-upgrade-$(subst ==,-,$(UPGRADE))
+UPGRADE_PY    = $(UPGRADE_VENV)/bin/python
+
 test-upgrade: $(STAMPS)/extension $(STAMPS)/test
-	test -x $(OTHER_PY) || $(PYTHON) -m venv $(OTHER_VENV)
-	$(OTHER_PIP) install '$(UPGRADE)' numpy
-	OCNN_FUSED_TEST_OTHER_PYTHON=$(OTHER_PY) $(PY) -m pytest tests/test_upgrade.py $(PYTEST_ARGS)
+	test -x $(UPGRADE_PY) || $(PY) -m venv $(UPGRADE_VENV)
+	$(UPGRADE_PY) -m pip --quiet --disable-pip-version-check install '$(UPGRADE)' numpy
+	OCNN_FUSED_TEST_OTHER_PYTHON=$(UPGRADE_PY) $(PY) -m pytest tests/test_upgrade.py $(PYTEST_ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/bench
 	$(PY) benchmarks/compare.py $(BENCH_ARGS)
@@ -98,6 +105,23 @@ bench-training: $(STAMPS)/extension $(STAMPS)/bench
 # All experiments of docs/replication.md in seconds, on tiny data unless EXPERIMENTS_ARGS="--data PATH" names some.
 experiments-smoke: $(STAMPS)/extension $(STAMPS)/experiments
 	OMP_NUM_THREADS=1 $(PY) -m experiments queue --smoke $(EXPERIMENTS_ARGS)
+
+# A smoke of every benchmark, seconds each: that they run, and that what they time is right.
+bench-smoke: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/bench
+	OMP_NUM_THREADS=1 $(PY) -m pytest benchmarks --benchmark-disable $(PYTEST_ARGS)
+
+# Every benchmark, and docs/benchmarks.md and docs/scale.md from what they measured: a quarter of an hour on two cores.
+# `make report PARTS="resnet34 memory"` runs these alone; OUT=build/benchmarks leaves the kept rows and docs/ as they are.
+report: $(STAMPS)/extension $(STAMPS)/bench $(STAMPS)/test
+	-$(MAKE) peers
+	$(PY) benchmarks/report.py --run $(PARTS) --out $(OUT)
+
+# A run in build/benchmarks against the kept one: ratios that have risen by more than 15%.
+bench-check: $(STAMPS)/bench
+	$(PY) benchmarks/check.py build/benchmarks benchmarks/results $(BENCH_ARGS)
+
+# Packages for hard orthogonality to compare with, without what they ask for: that is torch and numpy.
+peers: $(STAMPS)/peers
 
 lint: $(STAMPS)/dev $(STAMPS)/test $(STAMPS)/bench $(STAMPS)/experiments
 	$(PY) -m ruff check .
@@ -127,10 +151,20 @@ sanitize: $(STAMPS)/test
 	cd $(SANITIZED) && $(CHECKED) -m pytest --capture=sys --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) \
 	    $(addprefix $(CURDIR)/,$(SANITIZE_TESTS)) $(addprefix --deselect=,$(SANITIZE_SKIP)) $(SANITIZE_PARALLEL) $(PYTEST_ARGS)
 
-# Compiles the Triton kernels for every supported GPU; needs none. About five minutes on two cores.
+# Compiles the Triton kernels for every supported GPU; needs none. About four minutes on two cores.
+ifeq ($(GIVEN_TRITON),)
 gpu-check: $(STAMPS)/test
 	mkdir -p build
 	$(PY) tools/gpu_check.py --out build/gpu_check.md
+else
+# The same with another triton, beside the one in .venv, and then the tests of its launcher: make gpu-check TRITON=triton==3.9.0
+OTHER_TRITON := $(CURDIR)/build/$(subst ==,-,$(GIVEN_TRITON))
+gpu-check: $(STAMPS)/package
+	test -d $(OTHER_TRITON) || $(PIP) install --no-deps --target $(OTHER_TRITON) '$(GIVEN_TRITON)'
+	$(EDITABLE) '.[test]'
+	PYTHONPATH=$(OTHER_TRITON) $(PY) tools/gpu_check.py --out build/gpu_check-$(notdir $(OTHER_TRITON)).md
+	PYTHONPATH=$(OTHER_TRITON) $(PY) -m pytest tests/test_triton_driver.py $(PYTEST_ARGS)
+endif
 
 # For a machine with a GPU: check, tests, both benchmarks and the model, in one report to attach to an issue. TORCH names a
 # build with CUDA, for instance `make gpu TORCH=torch==2.14.1 TRITON=`: that one brings its own triton.
@@ -198,6 +232,10 @@ $(STAMPS)/test: $(STAMPS)/wanted-TRITON $(STAMPS)/package
 
 $(STAMPS)/bench $(STAMPS)/coverage $(STAMPS)/dev $(STAMPS)/experiments $(STAMPS)/integrations: $(STAMPS)/%: $(STAMPS)/package
 	$(EDITABLE) '.[$*]'
+	touch $@
+
+$(STAMPS)/peers: $(STAMPS)/bench
+	$(PIP) install --no-deps $(PEERS)
 	touch $@
 
 $(STAMPS)/zoo: $(STAMPS)/test

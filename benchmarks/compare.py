@@ -1,237 +1,476 @@
-"""The fused loss against the reference: speed, share of the bound and memory, layer by layer and over a whole network.
-
-Run it as one of::
+"""Side by side with everything a user would pick instead, layer by layer and over whole networks.
 
     python benchmarks/compare.py                          the shapes with targets, then ResNet-34
-    python benchmarks/compare.py --network vgg16 dcgan    these networks
-    python benchmarks/compare.py --network all --quick    every network, quickly and roughly
-    python benchmarks/compare.py --device cpu             not on the GPU, which is measured where there is one
+    python benchmarks/compare.py --network vgg16 dcgan    these networks; "all" is every one
+    python benchmarks/compare.py --foreach --precisions   50 small layers; our backends and dtypes
+    python benchmarks/compare.py --contenders all         also torch.compile, which takes seconds per layer to compile
+    python benchmarks/compare.py --large-kernels          60 random layers with kernels of 6 to 1001 taps
     python benchmarks/compare.py --panels                 the CPU backend's own products against the BLAS, nothing else
+
+Every contender's losses and gradients are compared with what it claims to compute, in float64, before it is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from time import perf_counter
+from typing import Any
 
+import figures
 import torch
 from bound import plan_of, products_of, run_products
-from memory import peak_extra_bytes
-from panels import table
-from report import LEGEND, Result, Section, Sum, draw, machine, text, verdict, write_csv, write_markdown
-from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer
-from steps import (
-    DTYPES,
-    IMPLEMENTATIONS,
-    PRECISIONS,
-    Settings,
-    WrongResultError,
-    check_step,
-    expand,
-    make_weights,
-    results_folder,
-    run_step,
-    usual_device,
+from contenders import (
+    AUTHORS,
+    COMPILED,
+    CONTENDERS,
+    DEEL_LIP,
+    FOURIER,
+    FUSED,
+    FUSED_KERNEL,
+    FUSED_TORCH,
+    ISONET,
+    KERNEL,
+    ONE_BY_ONE,
+    REFERENCE,
+    SRIP,
+    Judge,
+    calls_of,
 )
-from timing import EAGER, Disturbance, Effort, Timer, interleave, make_timer
-from tqdm import tqdm
+from definitions import paper
+from harness import Harness, disturbed, parser_of, run
+from panels import table as panels_table
+from record import Row, Rows
+from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer, large_kernels
+from steps import DTYPES, Settings, expand, make_weights, module_of
+from tables import markdown, milliseconds, number, ratio, times
+from torch import Tensor, nn
+
+from ocnn_fused import OrthRegularizer
+
+COMMAND = "compare"
+BOTH, LOSS = "loss and gradient", "loss"
+BOUND = "bound"
+SHAPES, LARGE, FOREACH, PRECISION = "shapes", "large kernels", "foreach", "precisions"
+SINGLE = (SHAPES, LARGE)  # sections that are no network
+TITLES = {SHAPES: "Single shapes with targets", LARGE: "Random large kernels"}
+IN_LOSS, ADD_GRAD, PROJECT = "reg()", "add_grad_", "project_"
+
+EXACT = (REFERENCE, COMPILED, FOURIER, DEEL_LIP, FUSED)
+OTHERS = (ISONET, AUTHORS, SRIP, KERNEL, FUSED_KERNEL)
+USUAL = tuple(name for name in (*EXACT, *OTHERS) if name != COMPILED)
+#: SRIP's Gram matrix is (C*k*k)^2: not where that takes seconds.
+SRIP_COLUMNS = 2500
+#: 50 small layers, as a network of narrow blocks has them.
+SMALL = tuple(Layer(f"small {width}", (width, width, 3, 3), count=10) for width in (32, 40, 48, 56, 64))
+PRECISION_LAYERS = (Layer("square 64", (64, 64, 3, 3)), Layer("square 256", (256, 256, 3, 3)))
 
 
-class Comparison:
-    """Measures layers and networks under one set of settings, each once and in all modes of the timer together."""
+# ----------------------------------------------------------------------------------------------------------------------
+# Measuring
+# ----------------------------------------------------------------------------------------------------------------------
 
-    def __init__(self, settings: Settings, effort: Effort, timer: Timer, with_memory: bool) -> None:
-        self.settings = settings
-        self.effort = effort
-        self.timer = timer
-        self.with_memory = with_memory
-        self._measured: dict[object, dict[str, Result]] = {}
 
-    def layer(self, layer: Layer, mode: str = EAGER) -> Result:
-        """One layer on its own."""
-        if layer.geometry not in self._measured:
-            self._measured[layer.geometry] = self._measure(layer.label, [replace(layer, count=1)], self.effort)
-        return replace(self._measured[layer.geometry][mode], role=layer.name, count=layer.count)
+def details_of(layer: Layer, settings: Settings) -> dict[str, Any]:
+    plan = plan_of(layer, settings)
+    return {
+        "count": layer.count,
+        "role": layer.name,
+        "plan": plan.name,
+        "multiply_adds": plan.work.multiply_adds,
+        "reference_multiply_adds": plan.reference_multiply_adds,
+    }
 
-    def network(self, name: str, mode: str = EAGER) -> Result:
-        """All layers of a network in one call, against a loop of references."""
-        if name not in self._measured:
-            self._measured[name] = self._measure(f"{name}: one call", NETWORKS[name], self.effort)
-        return self._measured[name][mode]
 
-    def _measure(self, name: str, layers: Sequence[Layer], effort: Effort) -> dict[str, Result]:
-        """By mode."""
-        every, gradient = expand(layers), self.settings.gradient
-        weights = make_weights(every, self.settings)
-        check_step(weights, every, gradient)
-        contestants: dict[str, Callable[[], object]] = {
-            implementation: partial(run_step, implementation, weights, every, gradient)
-            for implementation in IMPLEMENTATIONS
+def too_slow(name: str, layer: Layer) -> bool:
+    return name == SRIP and layer.shape[1] * layer.shape[-1] ** 2 > SRIP_COLUMNS
+
+
+def measure_layer(harness: Harness, section: str, layer: Layer, names: Iterable[str]) -> None:
+    """One layer on its own, by every contender that serves it."""
+    settings, single = harness.settings, replace(layer, count=1)
+    harness.announce(f"{section} {layer.label}")
+    weights = make_weights([single], settings)
+    asked = [name for name in names if not too_slow(name, layer)]
+    calls = dict(calls_of(asked, weights, [single], settings))
+    if products := products_of([single], settings):
+        calls[BOUND] = partial(run_products, products)
+        run_products(products)
+    harness.time(section, layer.label, calls, BOTH if settings.gradient else LOSS, details_of(layer, settings))
+
+
+class Network(nn.Module):
+    """The convolutions of a table, so that a regulariser finds them; it computes nothing."""
+
+    def __init__(self, layers: Sequence[Layer], weights: Sequence[Tensor]) -> None:
+        super().__init__()
+        for index, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
+            convolution = module_of(layer)
+            convolution.weight = nn.Parameter(weight.detach().clone())
+            self.add_module(f"{index}", convolution)
+
+
+def model_calls(weights: Sequence[Tensor], layers: Sequence[Layer]) -> dict[str, Callable[[], object]]:
+    """Value and gradient of the regulariser of a model, the gradient alone, and a projection, all verified."""
+    model = Network(layers, weights)
+    parameters = list(model.parameters())
+    judge = Judge(parameters, layers, gradient=True)
+    reg = OrthRegularizer(model, 1.0, include="*")
+
+    def in_loss() -> None:
+        model.zero_grad()
+        reg().backward()
+
+    def add_grad() -> None:
+        model.zero_grad()
+        reg.add_grad_()
+
+    for name, call in ((IN_LOSS, in_loss), (ADD_GRAD, add_grad)):
+        call()
+        judge.check_outcomes(name, paper, [judge.expected(paper, index)[0] for index in range(len(layers))])
+    before = [parameter.detach().clone() for parameter in parameters]
+    reg.project_(rate=1e-3)  # short, so that no step is halved
+    for index, (parameter, old) in enumerate(zip(parameters, before, strict=True)):
+        _, grad = judge.expected(paper, index)
+        parameter.grad = (old - parameter.detach()) * 8e3
+        assert grad is not None
+        error = float((parameter.grad - grad).norm() / grad.norm())
+        if not error <= 2e-3:  # what is left of a difference of two nearly equal weights in float32
+            raise ValueError(
+                f"{PROJECT}: layer {layers[index].label} moved along another direction, off by {error:.1e}"
+            )
+    model.zero_grad()
+    return {IN_LOSS: in_loss, ADD_GRAD: add_grad, PROJECT: reg.project_}
+
+
+def measure_network(harness: Harness, name: str, layers: Sequence[Layer], section: str | None = None) -> None:
+    """All layers of a network: one call of ours against loops of the others, with and without gradient."""
+    section = section or name
+    every = expand(layers)
+    harness.announce(f"{name}, verified")
+    whole = {"count": len(every), "plan": "mixed", "role": "network"}
+    for gradient, measure in ((True, BOTH), (False, LOSS)):
+        settings = replace(harness.settings, gradient=gradient)
+        weights = make_weights(every, settings)
+        kernels = (KERNEL, FUSED_KERNEL) if gradient else ()
+        calls = dict(calls_of((REFERENCE, *kernels, ONE_BY_ONE, FUSED), weights, every, settings))
+        if gradient:
+            calls |= model_calls(weights, every) if settings.dtype == torch.float32 else {}
+            if products := products_of(layers, settings):
+                calls[BOUND] = partial(run_products, products)
+                run_products(products)
+        harness.time(section, name, calls, measure, whole)
+
+
+def measure_precisions(harness: Harness, layers: Sequence[Layer]) -> None:
+    """Our backends that serve this device, by dtype; with and without gradient."""
+    for layer in layers:
+        for dtype in DTYPES.values():
+            for gradient, measure in ((True, BOTH), (False, LOSS)):
+                settings = replace(harness.settings, dtype=dtype, gradient=gradient)
+                weights = make_weights([layer], settings)
+                calls = dict(calls_of((FUSED, FUSED_TORCH), weights, [layer], settings))
+                if dtype in (torch.float32, torch.float64):
+                    calls |= calls_of((REFERENCE,), weights, [layer], settings)
+                harness.time(PRECISION, layer.label, calls, measure, {}, settings=settings)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Tables
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def _rows_of(rows: Rows, section: str, measure: str) -> Rows:
+    return Rows(row for row in rows.where(section=section, measure=measure))
+
+
+def fastest_exact(rows: Rows) -> str:
+    """Of the rows of one subject."""
+    exact = [row for row in rows if row.contender in EXACT]
+    return min(exact, key=lambda row: row.p50).contender
+
+
+def _title(section: str) -> str:
+    network = section.partition(",")[0]
+    count = sum(layer.count for layer in NETWORKS.get(network, ()))
+    return f"{section}: {count} convolutions" if count else TITLES.get(section, section)
+
+
+def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
+    """The paper's loss, by everybody who computes it."""
+    kept = rows.where(section=section, measure=measure)
+    targets = {target.layer.label: target for target in TARGETS} if section == SHAPES else {}
+    body = []
+    totals = dict.fromkeys(EXACT, 0.0)
+    for subject in kept.names("subject"):
+        own = kept.where(subject=subject)
+        first: Row = own.every[0]
+        is_network = first.details.get("role") == "network"
+        values = {name: own.median(contender=name) for name in (*EXACT, BOUND)}
+        count = first.details.get("count", 1)
+        if not is_network:
+            totals = {name: total + count * (values[name] or float("nan")) for name, total in totals.items()}
+        target = targets[subject].ratio if subject in targets else NETWORK_RATIOS.get(subject) if is_network else None
+        target = 1.0 if section == LARGE else target  # none may be slower than the reference
+        speed_up = ratio(values[REFERENCE], values[FUSED])
+        verdict = (
+            "" if target is None or speed_up is None else f"{target:g}x {'met' if speed_up >= target else 'missed'}"
+        )
+        winner = fastest_exact(own)
+        body.append(
+            [
+                f"**{subject}, one call**" if is_network else subject,
+                str(count),
+                first.details.get("plan", ""),
+                *(milliseconds(values[name]) for name in EXACT),
+                times(speed_up),
+                times(ratio(values[REFERENCE], values[BOUND])),
+                number(ratio(values[BOUND], values[FUSED]), "{:.0%}"),
+                "fused" if winner == FUSED else f"{winner} by {times(ratio(values[FUSED], values[winner]))}",
+                verdict,
+            ]
+        )
+    if section not in (*SINGLE, FOREACH):
+        sums = [milliseconds(total) if total == total else "-" for total in totals.values()]
+        total = [f"{section}, sum of layers", "", "", *sums, times(totals[REFERENCE] / totals[FUSED]), "", "", "", ""]
+        body.insert(len(body) - 1, total)
+    header = [
+        "layer",
+        "count",
+        "plan",
+        *(f"{name} ms" for name in EXACT),
+        "speed-up",
+        "bound",
+        "share",
+        "fastest",
+        "target",
+    ]
+    return markdown(header, body, left=(0, 2, len(header) - 2, len(header) - 1))
+
+
+def others_table(rows: Rows, section: str) -> str:
+    """What other regularisers cost, beside ours: they compute something else."""
+    kept = rows.where(section=section, measure=BOTH)
+    body = []
+    for subject in kept.names("subject"):
+        own = kept.where(subject=subject)
+        values = {name: own.median(contender=name) for name in (*OTHERS, FUSED)}
+        faster = ratio(values[KERNEL], values[FUSED_KERNEL])
+        is_network = own.every[0].details.get("role") == "network"
+        body.append(
+            [
+                f"**{subject}, one call**" if is_network else subject,
+                *(milliseconds(values[name]) for name in (*OTHERS, FUSED)),
+                times(faster),
+                times(ratio(values[FUSED], values[KERNEL])),
+            ]
+        )
+    header = [
+        "layer",
+        *(f"{name} ms" for name in OTHERS),
+        "fused, all lags ms",
+        "kernel: plain / fused",
+        "all lags / plain kernel",
+    ]
+    return markdown(header, body)
+
+
+NETWORK_WAYS = (REFERENCE, KERNEL, FUSED_KERNEL, ONE_BY_ONE, FUSED, IN_LOSS, ADD_GRAD, PROJECT)
+
+
+def networks_table(rows: Rows) -> str:
+    """All layers of a network, by everything that can be called for them."""
+    body = []
+    for measure in (BOTH, LOSS):
+        kept = Rows(row for row in rows.where(measure=measure) if row.details.get("role") == "network")
+        for subject in kept.names("subject"):
+            own = kept.where(subject=subject)
+            values = {name: own.median(contender=name) for name in NETWORK_WAYS}
+            cells = [milliseconds(values[name]) for name in NETWORK_WAYS]
+            body.append([f"{subject}, {measure}", *cells, times(ratio(values[REFERENCE], values[FUSED]))])
+    return markdown(["all layers", *(f"{name} ms" for name in NETWORK_WAYS), "reference / fused"], body)
+
+
+def precisions_table(rows: Rows) -> str:
+    kept = rows.where(section=PRECISION)
+    body = []
+    for subject in kept.names("subject"):
+        for dtype in DTYPES:
+            for measure in (BOTH, LOSS):
+                own = Rows(
+                    row for row in kept.where(subject=subject, measure=measure) if row.environment.dtype == dtype
+                )
+                if len(own):
+                    names = (REFERENCE, FUSED_TORCH, FUSED)
+                    cells = [milliseconds(own.median(contender=name)) for name in names]
+                    body.append([subject, dtype, measure, *cells])
+    return markdown(
+        ["layer", "dtype", "measured", "reference ms", "fused, torch backend ms", "fused ms"], body, (0, 1, 2)
+    )
+
+
+LEGEND = (
+    "Times are medians of loss and gradient. *speed-up*: reference / fused. *bound*: the speed-up if the plan's matrix "
+    "products, done by the BLAS, were all the work; *share*: how much of it is reached. *fastest*: of the contenders "
+    "that compute the paper's loss. A dash: does not serve this layer, or was not asked for."
+)
+
+
+def sections_of(rows: Rows) -> list[str]:
+    return [name for name in rows.names("section") if name not in (PRECISION, FOREACH)]
+
+
+def tables(rows: Rows) -> str:
+    """Markdown of everything measured."""
+    parts = []
+    for section in sections_of(rows):
+        parts += [f"### {_title(section)}", exact_table(rows, section)]
+        if section not in SINGLE:
+            parts += ["What other regularisers cost there; they compute something else:", others_table(rows, section)]
+    if len(Rows(row for row in rows if row.details.get("role") == "network")):
+        parts += ["### Whole networks and 50 small layers, every way to call", networks_table(rows)]
+    if len(rows.where(section=PRECISION)):
+        parts += ["### Our backends by dtype", precisions_table(rows)]
+    return "\n\n".join([*parts, LEGEND])
+
+
+def _totals(rows: Rows, section: str) -> dict[str, float]:
+    """Seconds of all layers, for the contenders that serve every one."""
+    kept = Rows(row for row in rows.where(section=section, measure=BOTH) if row.details.get("role") != "network")
+    layers = len(kept.names("subject"))
+    totals = {}
+    for name in kept.names("contender"):
+        own = kept.where(contender=name)
+        if len(own) == layers:
+            totals[name] = sum(row.details["count"] * row.p50 for row in own)
+    return totals
+
+
+def draw(rows: Rows, folder: Path) -> list[Path]:
+    """Speed-ups per layer, and the contenders' totals per network."""
+    drawn = []
+    for section in sections_of(rows):
+        kept = rows.where(section=section, measure=BOTH)
+        bars = []
+        for subject in kept.names("subject"):
+            own = kept.where(subject=subject)
+            speed_up = ratio(own.median(contender=REFERENCE), own.median(contender=FUSED))
+            bound = ratio(own.median(contender=REFERENCE), own.median(contender=BOUND))
+            details = own.every[0].details
+            network = details.get("role") == "network"
+            label = (
+                f"{subject}: all, one call"
+                if network
+                else f"{subject}  ×{details['count']}"
+                if details["count"] > 1
+                else subject
+            )
+            bars.append(figures.Bar(label, speed_up or 0.0, bound, network))
+        environment = kept.every[0].environment
+        drawn.append(
+            figures.speed_ups(
+                folder / f"compare-{section.replace(', ', '-').replace(' ', '-')}.png",
+                _title(section),
+                bars,
+                environment,
+            )
+        )
+    networks = {section: _totals(rows, section) for section in sections_of(rows) if section not in SINGLE}
+    if networks:
+        names = [name for name in (*EXACT, *OTHERS) if any(name in totals for totals in networks.values())]
+        series: dict[str, list[float | None]] = {
+            name: [
+                100 * totals[name] / totals[REFERENCE] if name in totals and REFERENCE in totals else None
+                for totals in networks.values()
+            ]
+            for name in names
+            if name != REFERENCE
         }
-        if products := products_of(layers, self.settings):
-            contestants["bound"] = partial(run_products, products)
-            run_products(products)
-        prepared = {
-            (mode, contestant): self.timer.prepare(call, mode)
-            for mode in self.timer.modes
-            for contestant, call in contestants.items()
-        }
-        disturbance = Disturbance()
-        samples = interleave(prepared, self.timer, effort)
-        disturbed = disturbance.share
-        measured = IMPLEMENTATIONS if self.with_memory else ()
-        memory = {which: peak_extra_bytes(which, layers, self.settings) for which in measured}
-        plans = {plan_of(layer, self.settings).name for layer in layers}
-        plan = plans.pop() if len(plans) == 1 else "mixed"
-        return {
-            mode: Result(name, name, 1, plan, {which: samples[mode, which] for which in contestants}, memory, disturbed)
-            for mode in self.timer.modes
-        }
+        title = "Loss and gradient of all layers, each measured alone; only FFT, deel-lip and fused are exact"
+        path, environment = folder / "compare-totals.png", rows.every[0].environment
+        y_label = "% of the time of F.conv2d with autograd"
+        drawn.append(figures.bars(path, title, list(networks), series, y_label, environment))
+    return drawn
 
 
-class Progress:
-    """A bar that counts measurements and names the current one."""
-
-    def __init__(self, total: int) -> None:
-        self._bar = tqdm(total=total, unit="row", dynamic_ncols=True)
-
-    def __call__(self, name: str, measure: Callable[[], Result]) -> Result:
-        self._bar.set_description(f"{name:<24}")
-        result = measure()
-        self._bar.set_postfix_str(f"{result.ratio:.1f}x")
-        self._bar.update()
-        return result
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def _title(title: str, mode: str) -> str:
-    return title if mode == EAGER else f"{title}, {mode}"
-
-
-def target_section(comparison: Comparison, mode: str, progress: Progress) -> Section:
-    """The single shapes, with their targets where these apply."""
-    section = Section(_title("Single shapes with targets", mode))
-    for target in TARGETS:
-        result = progress(target.layer.label, partial(comparison.layer, target.layer, mode))
-        if targets_apply(comparison.settings):
-            result = replace(result, target_ratio=target.ratio, target_share=target.share)
-        section.results.append(result)
-    return section
-
-
-def network_section(name: str, comparison: Comparison, mode: str, progress: Progress) -> Section:
-    """Every distinct layer of a network, their sum, and the network in one call."""
-    layers = NETWORKS[name]
-    section = Section(_title(f"{name}: {sum(layer.count for layer in layers)} convolutions", mode))
-    section.results = [progress(layer.label, partial(comparison.layer, layer, mode)) for layer in layers]
-    section.sum = Sum.of(name, section.results)
-    section.network = progress(name, partial(comparison.network, name, mode))
-    if targets_apply(comparison.settings):
-        section.network = replace(section.network, target_ratio=NETWORK_RATIOS.get(name))
-    return section
-
-
-def targets_apply(settings: Settings) -> bool:
-    """The targets are for loss and gradient in float32 on two CPU threads."""
-    return settings == Settings("cpu", torch.float32, 2, True)
-
-
-def write(directory: Path, sections: Sequence[Section], settings: Settings) -> Path:
-    """Markdown, CSV and picture; returns where the picture is."""
-    directory.mkdir(parents=True, exist_ok=True)
-    where, picture = machine(settings), directory / "compare.png"
-    write_markdown(directory / "compare.md", sections, where)
-    write_csv(directory / "compare.csv", sections, where)
-    draw(picture, sections, where)
-    return picture
+# ----------------------------------------------------------------------------------------------------------------------
+# Command
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", nargs="+", choices=[*NETWORKS, "all"], help="networks to measure")
-    parser.add_argument("--shapes", action="store_true", help="measure the single shapes with targets")
+    parser = parser_of(__doc__)
+    parser.add_argument("--network", nargs="+", choices=[*NETWORKS, "all"], default=[], help="networks to measure")
+    parser.add_argument("--shapes", action="store_true", help="the single shapes with targets")
+    parser.add_argument("--large-kernels", action="store_true", help="60 random layers with kernels of 6 to 1001 taps")
+    parser.add_argument("--foreach", action="store_true", help="50 small layers in one call and one by one")
+    parser.add_argument("--precisions", action="store_true", help="our backends by dtype")
     parser.add_argument("--panels", action="store_true", help="compare panels with the BLAS instead (CPU only)")
-    parser.add_argument("--loss-only", action="store_true", help="measure the loss without its gradient")
-    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
-    parser.add_argument("--device", help="device of the weights, cpu or cuda (default: cuda where there is a GPU)")
+    parser.add_argument("--loss-only", action="store_true", help="layers without their gradient")
     parser.add_argument(
-        "--precision", choices=PRECISIONS, default="highest", help="torch's float32 matmul precision (default: highest)"
+        "--contenders",
+        nargs="+",
+        choices=[*CONTENDERS, "all"],
+        default=list(USUAL),
+        help="per layer (default: all but compiled)",
     )
-    parser.add_argument("--seconds", type=float, default=4.0, help="seconds to spend on each row (default: 4)")
-    parser.add_argument("--repeats", type=int, help="exact number of rounds per row, instead of --seconds")
-    parser.add_argument("--quick", action="store_true", help="half a second and at least two rounds per row, no memory")
-    parser.add_argument("--no-memory", action="store_true", help="do not measure memory")
-    parser.add_argument("--out", type=Path, help="folder for the markdown, the CSV and the picture")
     options = parser.parse_args(arguments)
-    options.device = options.device or ("cpu" if options.panels else usual_device())
-    options.out = options.out or results_folder(options.device)
     if options.panels and options.device != "cpu":
         parser.error("--panels is about the CPU")
-    if not options.network and not options.shapes:
+    if not any((options.network, options.shapes, options.large_kernels, options.foreach, options.precisions)):
         options.network, options.shapes = ["resnet34"], True
-    options.network = list(NETWORKS) if "all" in (options.network or ()) else options.network or []
+    if "all" in options.network:
+        options.network = list(NETWORKS)
+    if "all" in options.contenders:
+        options.contenders = [*EXACT, *OTHERS]
     return options
-
-
-def effort_of(options: argparse.Namespace) -> Effort:
-    if options.repeats:
-        return Effort.exactly(options.repeats)
-    return Effort(0.5, min_rounds=2) if options.quick else Effort(options.seconds)
 
 
 def layers_of(options: argparse.Namespace) -> list[Layer]:
     """Every distinct layer that the options ask for."""
     every = [target.layer for target in TARGETS] if options.shapes else []
+    every += large_kernels() if options.large_kernels else ()
     every += [layer for name in options.network for layer in NETWORKS[name]]
     return list({layer.geometry: layer for layer in every}.values())
 
 
-def measure(options: argparse.Namespace, settings: Settings, timer: Timer) -> list[Section]:
-    """All sections that the options ask for."""
-    with_memory = not (options.no_memory or options.quick)
-    comparison = Comparison(settings, effort_of(options), timer, with_memory)
-    rows = sum(len(NETWORKS[name]) + 1 for name in options.network) + (len(TARGETS) if options.shapes else 0)
-    progress = Progress(rows * len(timer.modes))
-    try:
-        sections = []
-        for mode in timer.modes:
-            sections += [target_section(comparison, mode, progress)] if options.shapes else []
-            sections += [network_section(name, comparison, mode, progress) for name in options.network]
-        return sections
-    finally:
-        progress.close()
+def measure(harness: Harness, options: argparse.Namespace) -> None:
+    """Everything that the options ask for."""
+    exact = [name for name in options.contenders if name in EXACT]
+    rows = sum(len(NETWORKS[name]) + 2 for name in options.network)
+    random = large_kernels() if options.large_kernels else ()
+    rows += len(TARGETS) * options.shapes + len(random) + 2 * options.foreach
+    rows += 2 * len(PRECISION_LAYERS) * len(DTYPES) * options.precisions
+    with harness.progress(rows):
+        for target in TARGETS if options.shapes else ():
+            measure_layer(harness, SHAPES, target.layer, exact)
+        for layer in random:
+            measure_layer(harness, LARGE, layer, exact)
+        for name in options.network:
+            for layer in NETWORKS[name]:
+                measure_layer(harness, name, layer, options.contenders)
+            measure_network(harness, name, NETWORKS[name])
+        if options.foreach:
+            measure_network(harness, "50 layers of 32 to 64 channels", SMALL, FOREACH)
+        if options.precisions:
+            measure_precisions(harness, PRECISION_LAYERS)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure, print and write; exits non-zero without reporting anything if a fused result is wrong."""
+    """Measure, print and write; exits non-zero without reporting anything if a result is wrong."""
     options = parse(arguments)
-    settings = Settings(
-        options.device, DTYPES[options.dtype], options.threads, not options.loss_only, options.precision
-    )
-    settings.apply()
-    start = perf_counter()
-    try:
-        timer = make_timer(settings.device)
-        print(", ".join(f"{key}: {value}" for key, value in machine(settings).items()), flush=True)
-        if options.panels:
-            print(f"\n{table(layers_of(options), settings, effort_of(options), timer)}")
-            return
-        sections = measure(options, settings, timer)
-    except (WrongResultError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from error
-    for section in sections:
-        print(f"\n{text(section)}")
-    picture = write(options.out, sections, settings)
-    print(f"\n{LEGEND}\n\n{verdict(sections)}\n\nPicture: {picture}")
-    print(f"Tables: {picture.with_suffix('.md')} and .csv\nTook {perf_counter() - start:.0f} s")
+    harness = Harness(COMMAND, options, gradient=not options.loss_only)
+    if options.panels:
+        print(f"\n{panels_table(layers_of(options), harness.settings, harness.effort, harness.timer)}")
+        return
+    measure(harness, options)
+    every = harness.finish()
+    print(f"\n{tables(Rows(harness.rows))}\n\n{disturbed(harness.rows)}")
+    for picture in draw(every, options.out):
+        print(f"Picture: {picture}")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -22,10 +22,12 @@ from shapes import NETWORKS, Layer
 
 from ocnn_fused import engine
 from ocnn_fused.backends.device import SPECS, DeviceSpec
-from ocnn_fused.backends.model import plan_seconds
+from ocnn_fused.backends.model import launches, list_seconds, plan_seconds, workspace_bytes
+from ocnn_fused.backends.triton import grouped
 from ocnn_fused.backends.triton.config import ADDED_BARRIERS, SINGLE_LOSS, prefer_single
 from ocnn_fused.plan import Plan, candidates
 from ocnn_fused.problem import Options, Precision
+from ocnn_fused.regularizer.distributed import balanced_shares
 
 DEVICES = ("A100", "H100", "RTX 4090", "GTX 1080 Ti")
 
@@ -36,13 +38,16 @@ REFERENCE_LAUNCHES = 14
 REFERENCE_PASSES = 9
 #: Share of the product rate that a convolution with as few output positions as the self-convolution reaches in cuDNN.
 CONVOLUTION_EFFICIENCY = 0.4
-#: Launches of the fused loss when staged.
-STAGED_LAUNCHES = 5
+#: Launches of the fused loss when staged: one for each stage.
+STAGES = ("evaluate", "gram", "mix", "apply", "gather")
+STAGED_LAUNCHES = len(STAGES)
 
 #: ResNet-34 at 224x224: multiply-adds of one image forward (published: 3.66 G); a training step costs three times that.
 RESNET34_FORWARD = 3.66e9
 BATCH = 256
 TRAINING_EFFICIENCY = 0.4
+#: Ranks that share the layers among them.
+WORLD = 8
 
 
 @dataclass(frozen=True)
@@ -69,23 +74,49 @@ def reference_seconds(layer: Layer, spec: DeviceSpec, precision: Precision) -> f
     return products + traffic + REFERENCE_LAUNCHES * spec.launch
 
 
-def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) -> tuple[float, int]:
-    """All layers in one call, and the number of launches.
-
-    The stages' work, five launches or one with its barriers; and backward, which multiplies the gradient of each weight
-    by the incoming one in a launch of its own.
-    """
+def plans_of(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) -> list[Plan]:
+    """The plan of every convolution, as the Triton backend chooses them."""
     options = Options(backend="triton", precision=precision)
     chosen = [engine.choose(layer.problem, torch.float32, spec.name, options).plan for layer in layers]
     counted = zip(layers, chosen, strict=True)
-    plans = [plan for layer, plan in counted for _ in range(layer.count) if isinstance(plan, Plan)]
-    work = sum(plan_seconds(plan, spec, precision) for plan in plans)
+    return [plan for layer, plan in counted for _ in range(layer.count) if isinstance(plan, Plan)]
+
+
+def passes(plans: Sequence[Plan], precision: Precision) -> list[list[Plan]]:
+    """What is computed together, within the limit of the workspace."""
+    pieces = grouped([workspace_bytes(plan, precision) for plan in plans])
+    return [[plans[place] for place in piece] for piece in pieces]
+
+
+def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) -> tuple[float, int]:
+    """All layers in one call, and the number of launches.
+
+    The stages' work, five launches a pass, or one with its barriers; and backward, which multiplies all gradients by
+    the incoming one.
+    """
+    plans = plans_of(layers, spec, precision)
     weight_bytes = sum(4 * prod(layer.shape) * layer.count for layer in layers)
-    backward = len(plans) * spec.launch + 2 * weight_bytes / spec.bandwidth
+    backward = spec.launch + 2 * weight_bytes / spec.bandwidth
     if prefer_single(plans, spec, precision):
-        single = work * (1 + SINGLE_LOSS) + spec.launch + ADDED_BARRIERS * spec.barrier
-        return single + backward, 1 + len(plans)
-    return work + STAGED_LAUNCHES * spec.launch + backward, STAGED_LAUNCHES + len(plans)
+        single = list_seconds(plans, spec, precision) * (1 + SINGLE_LOSS)
+        return single + spec.launch + ADDED_BARRIERS * spec.barrier + backward, 2
+    pieces = passes(plans, precision)
+    work = sum(list_seconds(piece, spec, precision) for piece in pieces)
+    count = STAGED_LAUNCHES * len(pieces)
+    return work + count * spec.launch + backward, count + 1
+
+
+def added_seconds(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> float:
+    """``add_grad_``: staged, and gradients are added to what is in ``.grad``; there is no backward."""
+    pieces = passes(plans, precision)
+    work = sum(list_seconds(piece, spec, precision, accumulate=True) for piece in pieces)
+    return work + STAGED_LAUNCHES * len(pieces) * spec.launch
+
+
+def sharded_seconds(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision, world: int) -> float:
+    """``add_grad_`` with layers shared out among ranks: the time of the slowest, without what they send each other."""
+    costs = [plan_seconds(plan, spec, precision) for plan in plans]
+    return max(added_seconds([plans[i] for i in share], spec, precision) for share in balanced_shares(costs, world))
 
 
 def model(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) -> Modelled:
@@ -111,24 +142,61 @@ def network_table(precision: Precision) -> str:
     return "\n".join(lines)
 
 
-def overhead_table(precision: Precision) -> str:
+def regularised() -> list[Layer]:
     """The paper's setting: all 3x3 and 1x1 convolutions of ResNet-34, every lag, one loss per training step."""
-    layers = [layer for layer in NETWORKS["resnet34"] if layer.shape[-1] in (1, 3)]
+    return [layer for layer in NETWORKS["resnet34"] if layer.shape[-1] in (1, 3)]
+
+
+def step_seconds(spec: DeviceSpec, precision: Precision) -> float:
+    """A training step of ResNet-34."""
+    return 3 * RESNET34_FORWARD * BATCH / (spec.matmul[spec.native_precision(precision)] * TRAINING_EFFICIENCY)
+
+
+def overhead_table(precision: Precision) -> str:
+    layers = regularised()
     lines = [
         f"Modelled, not measured: ResNet-34, batch {BATCH}, 224x224, matrix products in {precision}.",
         "",
-        "| device | training step, modelled ms | reference adds, modelled | fused adds, modelled |",
-        "|---|---|---|---|",
+        "| device | training step, modelled ms | reference adds | `reg()` adds | `add_grad_` adds "
+        f"| on {WORLD} ranks |",
+        "|---|---|---|---|---|---|",
     ]
     for device in DEVICES:
         spec = SPECS[device]
-        rate = spec.matmul[spec.native_precision(precision)] * TRAINING_EFFICIENCY
-        step = 3 * RESNET34_FORWARD * BATCH / rate
-        result = model(layers, spec, precision)
+        native = spec.native_precision(precision)
+        step, result = step_seconds(spec, precision), model(layers, spec, precision)
+        plans = plans_of(layers, spec, native)
+        times = (added_seconds(plans, spec, native), sharded_seconds(plans, spec, native, WORLD))
+        added, sharded = (f"{time / step:.2%} ({time * 1e3:.3f} ms)" for time in times)
         lines.append(
             f"| {device} | {step * 1e3:.0f} | {result.reference / step:.1%} ({result.reference * 1e3:.2f} ms) "
-            f"| {result.fused / step:.2%} ({result.fused * 1e3:.3f} ms) |"
+            f"| {result.fused / step:.2%} ({result.fused * 1e3:.3f} ms) | {added} | {sharded} |"
         )
+    return "\n".join(lines)
+
+
+def stage_table(precision: Precision) -> str:
+    """Where the time of ``add_grad_`` goes: a stage takes as long as the largest of its columns, pass by pass."""
+    needed = ("products", "instructions", "memory", "cache")
+    lines = [
+        f"Modelled, not measured: microseconds of `add_grad_` for ResNet-34, matrix products in {precision}.",
+        "",
+        "| device | stage | " + " | ".join(needed) + " | takes |",
+        "|---|---|" + "---|" * (len(needed) + 1),
+    ]
+    for device in DEVICES[:3]:
+        spec = SPECS[device]
+        of_stage: dict[str, list[dict[str, float]]] = {name: [] for name in STAGES}
+        for piece in passes(plans_of(regularised(), spec, precision), precision):
+            for name, needs in launches(piece, spec, precision, accumulate=True).items():
+                of_stage[name].append(needs)
+        for name, of_pieces in of_stage.items():
+            sums = [sum(needs[key] for needs in of_pieces) for key in needed]
+            takes = sum(max(needs.values()) for needs in of_pieces)
+            figures = " | ".join(f"{time * 1e6:.0f}" for time in (*sums, takes))
+            lines.append(f"| {device} | {name} | {figures} |")
+        count = STAGED_LAUNCHES * len(of_stage["gram"])
+        lines.append(f"| {device} | {count} launches | - | - | - | - | {count * spec.launch * 1e6:.0f} |")
     return "\n".join(lines)
 
 
@@ -136,7 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--precision", choices=("ieee", "tf32x3", "tf32", "bf16"), default="tf32")
     options = parser.parse_args(arguments)
-    print(f"{network_table(options.precision)}\n\n{overhead_table(options.precision)}")
+    tables = (overhead_table, stage_table, network_table)
+    print("\n\n".join(table(options.precision) for table in tables))
 
 
 if __name__ == "__main__":

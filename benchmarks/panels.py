@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from contenders import CONTENDERS, FUSED, Judge
 from shapes import Layer
-from steps import Settings, check_step, make_weights, run_step
+from steps import Settings, make_weights
 from timing import EAGER, Effort, Timer, interleave
 
 from ocnn_fused import _extension
@@ -28,10 +29,11 @@ def table(layers: Sequence[Layer], settings: Settings, effort: Effort, timer: Ti
     lines = [f"| layer | {' ms | '.join(WAYS.values())} ms | BLAS / panels |", "|---|---:|---:|---:|"]
     for layer in layers:
         weights = make_weights([layer], settings)
+        judge = Judge(weights, [layer], settings.gradient)
         contestants = {}
         for allowed in WAYS:
-            _step(allowed, check_step, weights, [layer], settings.gradient)
-            call = partial(_step, allowed, run_step, "fused", weights, [layer], settings.gradient)
+            _step(allowed, judge.check, CONTENDERS[FUSED])
+            call = partial(_step, allowed, CONTENDERS[FUSED].step, weights, [layer], settings.gradient)
             contestants[allowed] = timer.prepare(call, EAGER)
         samples = interleave(contestants, timer, effort)
         panels, blas = (samples[allowed].median for allowed in WAYS)

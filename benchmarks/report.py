@@ -1,309 +1,261 @@
-"""Results as a table for the terminal, markdown, CSV and a picture."""
+"""``make report``: runs the commands and writes docs/benchmarks.md and docs/scale.md from what they kept.
+
+    make report                                                  everything, into benchmarks/results and docs/
+    python benchmarks/report.py                                  the pages alone, from the kept results
+    python benchmarks/report.py --run resnet34 memory            these parts again, then the pages
+    python benchmarks/report.py --run --out build/benchmarks     a run for check.py; docs/ stays as it is
+
+No number of these pages is typed by hand: tables and pictures come from benchmarks/results/*.json.
+"""
 
 from __future__ import annotations
 
-import csv
-import platform
+import argparse
+import subprocess
+import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 
-import torch
-from memory import RESOLUTION
-from steps import Implementation, Settings
-from timing import Samples
+import accuracy
+import compare
+import contention
+import latency
+import memory
+import peers
+import promises
+import ranks
+import scaling
+import training_overhead
+from contenders import CONTENDERS
+from harness import DISTURBED
+from record import KEPT, ROOT, Rows, load
+from tables import markdown
 
-import ocnn_fused
-from ocnn_fused.backends import choose
-
-MEGABYTE = 1e6
-#: If other processes use more than this share of the CPU, times are not to be trusted.
-DISTURBED = 0.05
-REFERENCE_COLOUR, LAYER_COLOUR, TOTAL_COLOUR = "#9a9a9a", "#4c78a8", "#e4572e"
-
-
-@dataclass(frozen=True)
-class Result:
-    """Measured times and memory of one layer, or of a network in one call."""
-
-    name: str  # what the row is about: a label of a layer, or a network
-    role: str  # where in a network it stands
-    count: int
-    plan: str
-    samples: dict[str, Samples]  # reference, fused and, where the plan has matrix products, bound
-    memory: dict[Implementation, int | None]
-    disturbance: float | None = None  # share of the machine that others used during the timing
-    target_ratio: float | None = None
-    target_share: float | None = None
-
-    def ratio_to(self, name: str) -> float | None:
-        """How many times faster than the reference: medians."""
-        return self.samples["reference"].median / self.samples[name].median if name in self.samples else None
-
-    def ratio_of_minima(self, name: str) -> float | None:
-        return self.samples["reference"].minimum / self.samples[name].minimum if name in self.samples else None
-
-    @property
-    def ratio(self) -> float:
-        return self.samples["reference"].median / self.samples["fused"].median
-
-    @property
-    def share(self) -> float | None:
-        """Time of the plan's matrix products alone over the time of the fused call."""
-        return self.samples["bound"].median / self.samples["fused"].median if "bound" in self.samples else None
-
-    def shortfalls(self) -> list[str]:
-        """What this result should have reached and has not, one phrase each."""
-        missed = []
-        ratio = self.target_ratio or 1.0
-        if self.ratio < ratio:
-            missed.append(f"{self.ratio:.2f}x, target {ratio:g}x")
-        if self.target_share and self.share is not None and self.share < self.target_share:
-            missed.append(f"{self.share:.0%} of the bound, target {self.target_share:.0%}")
-        reference, fused = self.memory.get("reference"), self.memory.get("fused")
-        if reference is not None and fused is not None and fused > reference + RESOLUTION:
-            missed.append(f"peak memory {fused / MEGABYTE:.1f} MB, reference {reference / MEGABYTE:.1f} MB")
-        return missed
+DOCS = ROOT / "docs"
+COMMANDS = {
+    module.COMMAND: module
+    for module in (compare, training_overhead, scaling, memory, accuracy, peers, contention, latency)
+}
 
 
 @dataclass(frozen=True)
-class Sum:
-    """The layers of a network measured one by one, each as often as the network has it."""
+class Part:
+    """What `make report` runs as one process: a command and its arguments."""
 
-    network: str
-    reference: float
-    fused: float
-
-    @property
-    def ratio(self) -> float:
-        return self.reference / self.fused
-
-    @staticmethod
-    def of(network: str, results: Sequence[Result]) -> Sum:
-        def total(name: str) -> float:
-            return sum(result.count * result.samples[name].median for result in results)
-
-        return Sum(network, total("reference"), total("fused"))
+    command: str
+    arguments: tuple[str, ...] = ()
 
 
-@dataclass
-class Section:
-    """Results that belong together: a network's layers with its totals, or the list of single shapes."""
-
-    title: str
-    results: list[Result] = field(default_factory=list)
-    sum: Sum | None = None
-    network: Result | None = None
-
-    @property
-    def all_results(self) -> list[Result]:
-        return [*self.results, *([self.network] if self.network else [])]
-
-
-def machine(settings: Settings) -> dict[str, str]:
-    """Where and how the numbers were measured."""
-    on_cpu = settings.device == "cpu"
-    return {
-        "device": settings.device if on_cpu else f"{settings.device} ({torch.cuda.get_device_name(settings.device)})",
-        "cpu": _cpu_model(),
-        "torch": torch.__version__,
-        "ocnn_fused": ocnn_fused.__version__,
-        "backend": choose(torch.device(settings.device)),
-        "threads": str(settings.threads),
-        "dtype": settings.dtype_name if on_cpu else f"{settings.dtype_name} (precision {settings.precision})",
-        "measured": "loss and gradient" if settings.gradient else "loss only",
-    }
+#: Each takes less than four minutes on two cores; the whole about a quarter of an hour.
+PARTS: dict[str, Part] = {
+    "shapes": Part("compare", ("--shapes", "--quick", "--contenders", "all")),
+    "resnet34": Part("compare", ("--network", "resnet34", "--quick")),
+    "resnet50": Part("compare", ("--network", "resnet50", "--quick")),
+    "wideresnet28_10": Part("compare", ("--network", "wideresnet28_10", "--quick")),
+    "convnext_t": Part("compare", ("--network", "convnext_t", "--quick")),
+    "foreach": Part("compare", ("--foreach", "--precisions", "--quick")),
+    "training18": Part("training_overhead", ("--only", "resnet18", "--quick", "--batch", "32")),
+    "training34": Part("training_overhead", ("--only", "resnet34", "--quick")),
+    "growth": Part("scaling", ("--axis", "channels", "kernel", "layers", "--seconds", "0.5")),
+    "threads": Part("scaling", ("--axis", "threads", "ranks", "--seconds", "3")),
+    "memory": Part("memory"),
+    "accuracy": Part("accuracy"),
+    "peers": Part("peers"),
+    "contention": Part("contention", ("--quick",)),
+    "latency": Part("latency"),
+}
 
 
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+def run_part(name: str, out: Path, threads: int) -> None:
+    part = PARTS[name]
+    command = [sys.executable, str(ROOT / "benchmarks" / f"{part.command}.py"), *part.arguments]
+    command += ["--out", str(out), "--threads", str(threads)]
+    print(f"{name}: {' '.join(command[1:])}", flush=True)
+    start = perf_counter()
+    done = subprocess.run(command, cwd=ROOT)
+    print(f"{name}: {'done' if done.returncode == 0 else 'FAILED'} in {perf_counter() - start:.0f} s", flush=True)
+    if done.returncode:
+        raise SystemExit(f"error: {name} failed")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# Tables
+# Pages
 # ----------------------------------------------------------------------------------------------------------------------
 
-HEADER = (
-    "layer", "count", "plan", "reference ms", "fused ms", "speed-up", "of minima", "bound", "share",
-    "ref. MB", "fused MB", "target",
-)  # fmt: skip
+GENERATED = "<!-- Written by benchmarks/report.py from benchmarks/results/*.json; do not edit. -->"
 
-LEGEND = (
-    "Times are medians. speed-up: reference time / fused time; of minima: the same for the fastest samples.\n"
-    "bound: the speed-up if the plan's matrix products, done by the BLAS, were all the work; share: how much of it is\n"
-    "reached. MB: peak memory of one step beyond the weights. target: what the row should reach; every row should be\n"
-    "at least as fast as the reference and need no more memory. On a GPU, eager times contain the host's: Python and\n"
-    "launches that the device waits for. Times as CUDA graphs are the device's alone."
-)
+INTRODUCTION = """# Benchmarks
 
+Side by side with everything a user would pick instead. Every table and picture of this page is made by `make report`
+from the rows in [benchmarks/results](../benchmarks/results), each of which says where it was measured, with which
+versions, at which commit, with which spread, and how much of the machine others used meanwhile. How it is measured:
+[benchmarks/README.md](../benchmarks/README.md)."""
 
-def _number(value: float | None, pattern: str) -> str:
-    return "-" if value is None else pattern.format(value)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1e3:.3f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
-
-
-def _megabytes(value: int | None) -> str:
-    return _number(None if value is None else value / MEGABYTE, "{:.1f}")
-
-
-def _target(result: Result) -> str:
-    parts = [f"{result.target_ratio:g}x"] if result.target_ratio else []
-    parts += [f"{result.target_share:.0%}"] if result.target_share else []
-    return " ".join([*parts, "missed" if result.shortfalls() else "met"])
-
-
-def _cells(result: Result) -> tuple[str, ...]:
-    return (
-        result.name,
-        str(result.count),
-        result.plan,
-        _milliseconds(result.samples["reference"].median),
-        _milliseconds(result.samples["fused"].median),
-        f"{result.ratio:.2f}x",
-        _number(result.ratio_of_minima("fused"), "{:.2f}x"),
-        _number(result.ratio_to("bound"), "{:.1f}x"),
-        _number(result.share, "{:.0%}"),
-        _megabytes(result.memory.get("reference")),
-        _megabytes(result.memory.get("fused")),
-        _target(result),
-    )
+ABOUT: dict[str, tuple[str, str]] = {
+    "compare": (
+        "Layers and networks",
+        "Each contender's losses and gradients were compared with what it claims to compute, in float64, before it was "
+        "timed. *Exact* contenders compute the paper's loss, up to a constant.",
+    ),
+    "training_overhead": (
+        "A training step, and the paper's table",
+        "The same step plain, with the paper's formula, with plain kernel orthogonality, and with ours.",
+    ),
+    "scaling": ("Growth", "Fitted exponents of the time beside those of the arithmetic."),
+    "memory": ("Memory", "Each row was measured in a process of its own."),
+    "accuracy": ("Accuracy", "What fewer products cost in digits."),
+    "peers": (
+        "Hard orthogonality",
+        "What other packages pay to keep a layer orthogonal, or 1-Lipschitz, by construction: the same network of six "
+        "3x3 convolutions, trained for the same steps. `reg()` and `project_` start from exactly orthogonal kernels "
+        "and pull towards them; they do not enforce. A package that is not installed is named as such.",
+    ),
+    "contention": (
+        "A busy neighbour",
+        "Quiet and disturbed turns alternate; a neighbour is a process that does nothing but count.",
+    ),
+    "latency": ("Fixed costs", "Import, first call and a warm call."),
+}
 
 
-def _sum_cells(total: Sum) -> tuple[str, ...]:
-    times = (_milliseconds(total.reference), _milliseconds(total.fused), f"{total.ratio:.2f}x")
-    return (f"{total.network}: sum of layers", "", "", *times, *[""] * (len(HEADER) - 6))
-
-
-def _table(section: Section) -> list[tuple[str, ...]]:
-    rows = [_cells(result) for result in section.results]
-    rows += [_sum_cells(section.sum)] if section.sum else []
-    rows += [_cells(section.network)] if section.network else []
-    return [HEADER, *rows]
-
-
-def _aligned(table: Sequence[tuple[str, ...]], left: Sequence[int]) -> list[list[str]]:
-    columns = []
-    for index, column in enumerate(zip(*table, strict=True)):
-        width = max(map(len, column))
-        columns.append([cell.ljust(width) if index in left else cell.rjust(width) for cell in column])
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-_LEFT = (0, 2, len(HEADER) - 1)
-
-
-def text(section: Section) -> str:
-    """The section for a terminal."""
-    header, *rows = ("  ".join(row).rstrip() for row in _aligned(_table(section), _LEFT))
-    return "\n".join([section.title, header, "-" * len(header), *rows])
-
-
-def verdict(sections: Sequence[Section]) -> str:
-    """Which results miss their target, or the speed or the memory of the reference."""
-    results = [result for section in sections for result in section.all_results]
-    missed = [f"  {result.name}: {'; '.join(result.shortfalls())}" for result in results if result.shortfalls()]
-    lines = [f"{len(missed)} of {len(results)} targets missed:" if missed else f"All {len(results)} targets met."]
-    lines += dict.fromkeys(missed)  # a layer may stand in several sections
-    disturbed = [share for result in results if (share := result.disturbance or 0.0) > DISTURBED]
-    if disturbed:
-        lines.append(
-            f"Other processes used up to {max(disturbed):.0%} of the CPU during {len(disturbed)} of {len(results)} "
-            "rows; rerun on an idle machine."
-        )
-    return "\n".join(lines)
-
-
-def write_markdown(path: Path, sections: Sequence[Section], where: dict[str, str]) -> None:
-    lines = [", ".join(f"{key}: {value}" for key, value in where.items()), "", LEGEND]
-    for section in sections:
-        header, *rows = _aligned(_table(section), _LEFT)
-        rule = ["-" * len(cell) if index in _LEFT else "-" * (len(cell) - 1) + ":" for index, cell in enumerate(header)]
-        lines += ["", f"## {section.title}", "", *(f"| {' | '.join(row)} |" for row in (header, rule, *rows))]
-    path.write_text("\n".join([*lines, "", verdict(sections), ""]))
-
-
-def write_csv(path: Path, sections: Sequence[Section], where: dict[str, str]) -> None:
-    """One row per result and contestant; seconds and bytes."""
-    rows = [
-        {
-            "section": section.title,
-            "layer": result.name,
-            "role": result.role,
-            "count": result.count,
-            "plan": result.plan,
-            "implementation": name,
-            **where,
-            "rounds": len(samples.seconds),
-            "p20": samples.percentile(20),
-            "p50": samples.median,
-            "p80": samples.percentile(80),
-            "minimum": samples.minimum,
-            "ratio": result.ratio_to(name),
-            "ratio_of_minima": result.ratio_of_minima(name),
-            "share_of_bound": result.share if name == "fused" else None,
-            "disturbance": result.disturbance,
-            "peak_extra_bytes": result.memory.get(name),  # type: ignore[call-overload]
-        }
-        for section in sections
-        for result in section.all_results
-        for name, samples in result.samples.items()
+def machines(kept: dict[str, Rows]) -> str:
+    """Every machine and commit that rows were measured on."""
+    seen: dict[str, set[str]] = {}
+    worst: dict[str, float] = {}
+    for rows in kept.values():
+        for row in rows:
+            one = row.environment
+            place = f"{one.cores} cores of {one.hardware} ({one.instructions})" if one.device == "cpu" else one.hardware
+            key = f"{place}, torch {one.torch}, Python {one.python}"
+            seen.setdefault(key, set()).add(one.revision)
+            worst[key] = max(worst.get(key, 0.0), row.disturbance or 0.0)
+    lines = [
+        f"- {key}; commits {', '.join(sorted(revisions))}; others used at most {worst[key]:.0%} of the CPU during a row"
+        for key, revisions in seen.items()
     ]
-    with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
+    return "\n".join(lines) or "Nothing has been kept yet: run `make report`."
 
 
-# ----------------------------------------------------------------------------------------------------------------------
-# Picture
-# ----------------------------------------------------------------------------------------------------------------------
+CAVEAT = """Ratios against `F.conv2d` depend on the machine. With AVX-512 oneDNN computes `F.conv2d` twice as fast as
+with AVX2, while the BLAS that torch brings does not gain as much, so the same code shows smaller ratios there. *Bound*
+is what the plan's products allow on the machine at hand; a backend with products of its own can exceed it."""
 
 
-def _bars(section: Section) -> list[tuple[str, float, str]]:
-    """Label, speed-up and colour of each bar, top to bottom."""
-    bars = []
-    for result in section.results:
-        label = f"{result.name}  ×{result.count}" if result.count > 1 else result.name
-        bars.append((label, result.ratio, LAYER_COLOUR))
-    if section.network:
-        bars.append((section.network.name, section.network.ratio, TOTAL_COLOUR))
-    return bars
+def contenders_table() -> str:
+    body = [
+        [one.name, one.formula, "yes" if one.exact else "", "yes" if one.ours else ""] for one in CONTENDERS.values()
+    ]
+    return markdown(["contender", "computes", "exact", "ours"], body, (0, 1, 2, 3))
 
 
-def draw(path: Path, sections: Sequence[Section], where: dict[str, str]) -> None:
-    """Speed-up over the reference, one horizontal bar per layer, one panel per section."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [_bars(section) for section in sections]
-    heights = [len(bars) + 1.5 for bars in panels]
-    size = (9, 1.0 + 0.3 * sum(heights))
-    figure, axes = pyplot.subplots(
-        len(panels), squeeze=False, figsize=size, height_ratios=heights, layout="constrained"
+def disturbed_note(rows: Rows) -> str:
+    loud = [row for row in rows if (row.disturbance or 0.0) > DISTURBED]
+    if not loud:
+        return ""
+    worst = max(row.disturbance or 0.0 for row in loud)
+    return (
+        f"\n\nIn {len(loud)} of {len(rows)} rows others used more than {DISTURBED:.0%} of the CPU, at most {worst:.0%}."
     )
-    for section, bars, axis in zip(sections, panels, axes[:, 0], strict=True):
-        labels, ratios, colours = zip(*bars, strict=True)
-        drawn = axis.barh(range(len(bars)), ratios, color=colours, height=0.7)
-        axis.bar_label(drawn, labels=[f"{ratio:.1f}x" for ratio in ratios], padding=4, fontsize=9)
-        axis.axvline(1, color=REFERENCE_COLOUR, linewidth=1.2, linestyle="--")
-        axis.set_yticks(range(len(bars)), labels, fontsize=9)
-        axis.invert_yaxis()
-        axis.set_xlim(0, 1.1 * max(1.0, *ratios))
-        axis.set_title(section.title, loc="left", fontsize=10, fontweight="bold")
-        axis.spines[["top", "right", "left"]].set_visible(False)
-        axis.tick_params(axis="y", length=0)
-    axes[-1, 0].set_xlabel("times faster than F.conv2d with autograd (dashed line: equally fast)")
-    hardware = f"{where['cpu']}, {where['threads']} threads" if where["device"] == "cpu" else where["device"]
-    setting = f"{hardware}, {where['dtype']}, torch {where['torch']}"
-    figure.suptitle(f"Orthogonality loss, {where['measured']}\n{setting}", fontsize=11)
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+
+
+def page(kept: dict[str, Rows], pictures: dict[str, list[Path]]) -> str:
+    parts = [
+        GENERATED,
+        INTRODUCTION,
+        "## Measured on",
+        machines(kept),
+        CAVEAT,
+        "## What should hold, and whether it does",
+        promises.table(kept),
+    ]
+    for command, module in COMMANDS.items():
+        rows = kept[command]
+        if not len(rows):
+            continue
+        title, about = ABOUT[command]
+        parts += [f"## {title}", f"`python benchmarks/{command}.py`. {about}"]
+        parts += [contenders_table()] if command == "compare" else []
+        text = module.tables(rows)
+        parts += [f"![{path.stem}](figures/{path.name})" for path in pictures[command]]
+        parts.append(text + disturbed_note(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+SCALE = """# Scale beyond one machine
+
+Under DistributedDataParallel each rank computes some of the layers, times the number of ranks; the averaging of
+gradients that happens in every step anyway turns the shares into the whole. So nothing is sent for the regulariser,
+and its time falls until the busiest rank has a single layer, the most expensive one: from there on more ranks change
+nothing.
+
+The table adds up the layers' times measured by `compare.py` (loss and gradient, in one process) over the shares that
+the regulariser makes for so many ranks. *Imbalance* is the busiest rank over the mean."""
+
+REAL = """## Checked against real processes
+
+Processes of one thread each on this machine, connected by gloo, train a ResNet-18 on 32x32 images; times are processor
+time, because there may be more processes than cores. *Predicted* is the sum of the share's layers, each measured alone.
+The bytes are counted by a communication hook: with and without `reg()` the same gradients are averaged."""
+
+SHARDED = """## FSDP2
+
+With `fully_shard` there is no such sharing: a weight is in pieces, and all ranks gather it together. Every rank
+computes every layer, so the time does not fall with the ranks, and the weights are gathered once more per step:
+{bytes:.1f} MB for the {layers} layers of that ResNet-18, in {count:.0f} collectives of forward and backward, counted
+with 2 real processes.
+In a step of large images or batches that is little beside the gathering that FSDP2 does anyway (once or twice in every
+step); where it matters, `every=n` pays it at every n-th step only."""
+
+
+def scale_page(kept: dict[str, Rows]) -> str:
+    rows = kept["scaling"].where(section=scaling.RANKS)
+    parts = [GENERATED, SCALE, ranks.beyond_table(kept["compare"], compare.BOTH)]
+    if len(rows):
+        parts += [REAL, ranks.table(rows)]
+        gathered, counted = (rows.get(measure=name) for name in ("gathered", "collectives"))
+        if gathered is not None and counted is not None:
+            parts.append(SHARDED.format(bytes=gathered.p50 / 1e6, layers=gathered.details["layers"], count=counted.p50))
+    return "\n\n".join(parts) + "\n"
+
+
+def write_pages(results: Path, docs: Path) -> list[Path]:
+    """The pages from the kept rows; returns what was written."""
+    kept = {command: Rows(load(results, command)) for command in COMMANDS}
+    pictures = {
+        command: module.draw(kept[command], docs / "figures") if len(kept[command]) else []
+        for command, module in COMMANDS.items()
+    }
+    texts = {docs / "benchmarks.md": page(kept, pictures), docs / "scale.md": scale_page(kept)}
+    for path, text in texts.items():
+        path.write_text(text)
+    return [*texts, *(path for drawn in pictures.values() for path in drawn)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--run",
+        nargs="*",
+        metavar="PART",
+        help=f"run these parts first, without a name all of them: {', '.join(PARTS)}",
+    )
+    parser.add_argument("--out", type=Path, default=KEPT, help="folder of the rows (default: benchmarks/results)")
+    parser.add_argument("--docs", type=Path, help="folder of the pages (default: docs, for the kept rows alone)")
+    parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")
+    options = parser.parse_args(arguments)
+    unknown = set(options.run or ()) - set(PARTS)
+    if unknown:
+        parser.error(f"--run takes {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
+    start = perf_counter()
+    for name in (options.run or PARTS) if options.run is not None else ():
+        run_part(name, options.out, options.threads)
+    docs = options.docs or (DOCS if options.out == KEPT else options.out)
+    for path in write_pages(options.out, docs):
+        print(f"Wrote {path}")
+    print(f"Took {perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

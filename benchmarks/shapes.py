@@ -6,6 +6,7 @@ every table against the network's published number of convolution weights.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
@@ -144,6 +145,18 @@ def _mobilenet_v2() -> Iterator[Layer]:
     yield Layer("head", (1280, before, 1, 1))
 
 
+def _convnext(depths: tuple[int, ...], widths: tuple[int, ...]) -> Iterator[Layer]:
+    """Depthwise 7x7, then two pointwise layers, which the original writes as Linear."""
+    before = 3
+    for stage, (depth, width) in enumerate(zip(depths, widths, strict=True)):
+        name, patch = f"stage{stage + 1}", 2 if stage else 4
+        yield Layer(f"{name} downsample" if stage else "stem", (width, before, patch, patch), patch)
+        yield Layer(f"{name} depthwise", (width, 1, 7, 7), groups=width, count=depth)
+        yield Layer(f"{name} expand", (4 * width, width, 1, 1), count=depth)
+        yield Layer(f"{name} project", (width, 4 * width, 1, 1), count=depth)
+        before = width
+
+
 def distinct(layers: Iterable[Layer]) -> tuple[Layer, ...]:
     """One layer per geometry, in order of appearance, with the counts added."""
     merged: dict[tuple[tuple[int, ...], int, int, int], Layer] = {}
@@ -165,13 +178,14 @@ NETWORKS: dict[str, tuple[Layer, ...]] = {
     "resnet34": distinct(_basic_resnet((3, 4, 6, 3))),
     "resnet50": distinct(_bottleneck_resnet((3, 4, 6, 3))),
     "wideresnet28_10": distinct(_wide_resnet(28, 10)),
+    "convnext_t": distinct(_convnext((3, 3, 9, 3), (96, 192, 384, 768))),
     "vgg16": distinct(_vgg(_VGG16)),
     "dcgan": distinct(_dcgan_discriminator()),
     "mobilenetv2_depthwise": distinct(_depthwise(_mobilenet_v2())),
 }
 
 #: What the whole network should reach in one call over all of its layers, where that is a target.
-NETWORK_RATIOS: dict[str, float] = {"resnet34": 11.0}
+NETWORK_RATIOS: dict[str, float] = dict.fromkeys(("resnet34", "resnet50", "wideresnet28_10", "convnext_t"), 10.0)
 
 #: Single shapes with a speed target on two CPU threads in float32, loss and gradient. The share of the bound is asked
 #: of the square 3x3 kernels.
@@ -191,7 +205,32 @@ TARGETS: tuple[Target, ...] = (
     Target(Layer("7x7 at 64", (64, 64, 7, 7)), 7.0),
     Target(Layer("7x7 at 128", (128, 128, 7, 7)), 7.0),
     Target(Layer("31x31", (8, 8, 31, 31)), 50.0),
+    Target(Layer("9x9x9", (2, 2, 9, 9, 9)), 20.0),
+    Target(Layer("7x7x7", (3, 3, 7, 7, 7)), 1.0),
+    Target(Layer("few channels", (16, 4, 7, 7)), 1.0),
+    Target(Layer("11x11", (12, 12, 11, 11)), 1.0),
+    Target(Layer("9x9", (32, 32, 9, 9)), 1.0),
 )
+
+
+def large_kernels(count: int = 60) -> tuple[Layer, ...]:
+    """Random layers, the same ones every time: 6 to 31 taps on an axis, in one dimension up to 1001, in three up to 9.
+
+    Of the channels that nothing speaks against, as many as leave the reference a second or so.
+    """
+    rng = random.Random(0)
+    layers: list[Layer] = []
+    while len(layers) < count:
+        axes = rng.choice((1, 2, 2, 2, 3))
+        kernel = tuple(rng.randint(6, {1: 1001, 2: 31, 3: 9}[axes]) for _ in range(axes))
+        groups = rng.choice((1, 1, 1, 2, 4, 16))
+        rows, channels = rng.choice((1, 2, 3, 4, 8, 12, 16, 24, 48)), rng.choice((1, 2, 3, 4, 8, 12, 16, 24, 48))
+        stride, dilation = rng.choice((1, 1, 2, 3)), rng.choice((1, 1, 2))
+        layer = Layer("random", (groups * rows, channels, *kernel), stride, groups, dilation)
+        products = groups * rows * rows * channels * prod(k * (2 * ((k - 1) // stride) + 1) for k in kernel)
+        if products < 10**10:
+            layers.append(layer)
+    return tuple(layers)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -218,6 +257,7 @@ PUBLISHED: dict[str, Published] = {
     "resnet34": Published(lambda: NETWORKS["resnet34"], 21_797_672, 513_000, 17_024),
     "resnet50": Published(lambda: NETWORKS["resnet50"], 25_557_032, 2_049_000, 53_120),
     "wideresnet28_10": Published(lambda: NETWORKS["wideresnet28_10"], 36_479_194, 6_410, 17_952),
+    "convnext_t": Published(lambda: NETWORKS["convnext_t"], 28_589_128, 769_000, 64_128),
     "vgg16": Published(lambda: NETWORKS["vgg16"], 138_357_544, 123_642_856, 4_224),
     "dcgan": Published(lambda: NETWORKS["dcgan"], 2_765_568, 0, 1_792),
     "mobilenetv2": Published(_mobilenet_v2, 3_504_872, 1_281_000, 34_112),

@@ -27,7 +27,11 @@ from torch import Tensor
 from ocnn_fused.spectrum import network_spectra, singular_values, spectral_norm
 
 #: Channels, size, and by how much all values and the largest alone should be faster.
-LAYERS = ((64, 32, None, 10.0), (128, 16, 3.0, 10.0), (256, 16, 5.0, 10.0))
+LAYERS: tuple[tuple[int, int, float | None, float | None], ...] = (
+    (64, 32, None, None),
+    (128, 16, 3.0, 10.0),
+    (256, 16, 5.0, 10.0),
+)
 TOLERANCE = 1e-10
 
 
@@ -39,6 +43,7 @@ def fft_and_svd(weight: Tensor, size: int) -> Tensor:
 
 def layers(effort: Effort) -> None:
     """The table of layers."""
+    print("Medians; in brackets the ratio of the least times.\n")
     print("| layer | FFT + SVD | all values | faster | largest alone | faster |\n|---|---|---|---|---|---|")
     disturbance = Disturbance()
     for channels, size, wanted_all, wanted_largest in LAYERS:
@@ -55,17 +60,22 @@ def layers(effort: Effort) -> None:
             if error > TOLERANCE:
                 raise SystemExit(f"{name} values of {channels} channels are wrong by {error:.1e}")
         samples = interleave(contestants, CpuTimer(), effort)
-        plain, every, largest = (samples[name].median for name in contestants)
-        times = [f"{seconds * 1e3:.0f} ms" for seconds in (plain, every, largest)]
-        faster = _verdict(plain / every, wanted_all), _verdict(plain / largest, wanted_largest)
+        times = [f"{samples[name].median * 1e3:.0f} ms" for name in contestants]
+        plain = samples["plain"]
+        faster = [
+            _verdict(plain.median / samples[name].median, plain.minimum / samples[name].minimum, wanted)
+            for name, wanted in (("all", wanted_all), ("largest", wanted_largest))
+        ]
         name = f"{channels}x{channels}x3x3 at {size}x{size}"
         print(f"| {name} | {times[0]} | {times[1]} | {faster[0]} | {times[2]} | {faster[1]} |")
     share = disturbance.share
     print(f"\nOther processes took {'an unknown share' if share is None else f'{share:.0%}'} of the machine.")
 
 
-def _verdict(ratio: float, wanted: float | None) -> str:
-    return f"{ratio:.1f}x" + ("" if wanted is None or ratio >= wanted else f" (wanted {wanted:g}x)")
+def _verdict(ratio: float, of_least: float, wanted: float | None) -> str:
+    """Of medians, and of the least times; both must be as wanted."""
+    missed = wanted is not None and min(ratio, of_least) < wanted
+    return f"{ratio:.1f}x ({of_least:.1f}x)" + (f", wanted {wanted:g}x" if missed else "")
 
 
 def large() -> str:
@@ -79,9 +89,9 @@ def network() -> str:
 
 
 def zeros(stride: int) -> str:
-    weight = torch.randn(128, 64, 3, 3, generator=torch.Generator().manual_seed(0)) / 24
+    weight = torch.randn(64, 128, 3, 3, generator=torch.Generator().manual_seed(0)) / 24
     values = singular_values(weight, 16, padding_mode="zeros", stride=stride)
-    return f"{len(values):,} values of the zero-padded 128x64x3x3 at 16x16, stride {stride}"
+    return f"{len(values):,} values of the zero-padded 64x128x3x3 at 16x16, stride {stride}"
 
 
 def _measured(work: Callable[[], str], threads: int) -> str:

@@ -1,10 +1,12 @@
-"""pytest-benchmark groups: ``pytest benchmarks --benchmark-only`` times fused and reference side by side.
+"""``pytest benchmarks``: a smoke of every command, and whether what they report can be trusted.
 
-Nothing here asserts a time; each case asserts that the result it timed is right.
+``pytest benchmarks --benchmark-only`` times contenders and commands through pytest-benchmark. Nothing here asserts a
+time; each case asserts that the result it timed is right.
 """
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections import Counter
@@ -13,21 +15,36 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic, sleep
 from types import SimpleNamespace
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import accuracy
+import check
 import compare
-import panels
+import contenders
+import contention
+import definitions
+import harness
+import latency
+import memory
+import peers
+import promises
 import pytest
-import steps
+import ranks
+import record
+import report
+import scaling
 import torch
 import training_overhead
 from bound import plan_of, products_of
+from contenders import CONTENDERS, FUSED, REFERENCE, Judge
 from pytest_benchmark.fixture import BenchmarkFixture
-from report import Result, Section, verdict
+from record import Environment, Row, Rows
 from shapes import NETWORKS, TARGETS, Layer, wrong_tables
-from steps import IMPLEMENTATIONS, Implementation, Settings, check_step, make_weights, run_step
-from timing import EAGER, GRAPH, CpuTimer, CudaTimer, Effort, Samples, interleave, make_timer
+from steps import Settings, WrongResultError, make_weights
+from tables import milliseconds
+from timing import EAGER, GRAPH, CpuTimer, CudaTimer, Effort, interleave, make_timer
 from torch import Tensor
 
 from ocnn_fused import _extension
@@ -42,23 +59,199 @@ LAYERS = (
     Layer("depthwise", (192, 1, 3, 3), groups=192),
     Layer("grouped", (128, 32, 3, 3), groups=4),
 )
+#: Every kind of layer that a contender may treat in a way of its own, small.
+KINDS = (
+    Layer("square", (8, 8, 3, 3)),
+    Layer("more filters", (24, 4, 3, 3)),
+    Layer("strided", (8, 6, 3, 3), 2),
+    Layer("patches", (8, 3, 2, 2), 4),
+    Layer("even", (6, 5, 4, 4), 2),
+    Layer("stem", (10, 3, 7, 7), 2),
+    Layer("pointwise", (12, 7, 1, 1), 2),
+    Layer("grouped", (12, 4, 3, 3), groups=3),
+    Layer("depthwise", (9, 1, 7, 7), groups=9),
+    Layer("dilated", (8, 6, 3, 3), 2, dilation=2),
+)
 
 
 @pytest.fixture(autouse=True)
-def _two_threads() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
+    """Two that wait for each other on a busy machine would make seconds minutes."""
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.fixture
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command on sizes that take a second."""
+    small = {"tiny": (Layer("stem", (8, 3, 3, 3), 2), Layer("block", (8, 8, 3, 3), count=2))}
+    monkeypatch.setattr(compare, "NETWORKS", small)
+    monkeypatch.setattr(compare, "TARGETS", TARGETS[4:5])
+    monkeypatch.setattr(compare, "SMALL", (Layer("small", (8, 8, 3, 3), count=3),))
+    monkeypatch.setattr(compare, "PRECISION_LAYERS", (Layer("small", (8, 8, 3, 3)),))
+    axes = {name: replace(axis, quick=axis.quick[:3]) for name, axis in scaling.AXES.items()}
+    monkeypatch.setattr(scaling, "AXES", axes)
+    monkeypatch.setattr(scaling, "THREAD_LAYERS", (Layer("small", (16, 16, 3, 3)),))
+    monkeypatch.setattr(memory, "LAYERS", (Layer("small", (64, 64, 3, 3)),))
+    monkeypatch.setattr(memory, "LARGEST", Layer("large", (96, 96, 3, 3)))
+    monkeypatch.setattr(accuracy, "LAYERS", (Layer("3x3", (8, 8, 3, 3)), Layer("1x1", (12, 4, 1, 1))))
+    case = training_overhead.Case("ResNet, 32x32", (1, 1), True, 2, 4, 100, 10)
+    monkeypatch.setattr(training_overhead, "CASES", {"resnet18": case})
+
+
+#: What a smoke of each command is asked for, and the sections that it must keep.
+COMMANDS: dict[str, tuple[Callable[..., None], tuple[str, ...], tuple[str, ...]]] = {
+    "compare": (
+        compare.main,
+        ("--shapes", "--network", "tiny", "--foreach", "--precisions"),
+        ("shapes", "tiny", "foreach", "precisions"),
+    ),
+    "training_overhead": (training_overhead.main, (), ("resnet18",)),
+    "scaling": (
+        scaling.main,
+        ("--axis", "channels", "kernel", "layers", "threads"),
+        ("channels", "kernel", "layers", "threads"),
+    ),
+    "memory": (memory.main, (), ("layers",)),
+    "accuracy": (accuracy.main, (), ("8x8x3x3, random", "8x8x3x3, near orthogonal")),
+    "peers": (peers.main, ("--width", "4", "--batch", "2"), ("width 4, batch 2",)),
+    "latency": (latency.main, (), ("import", "first call", "warm call")),
+    "contention": (contention.main, (), (contention.LAYER, contention.NETWORK)),
+}
+
+
+@pytest.mark.usefixtures("_small")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command(benchmark: BenchmarkFixture, command: str, tmp_path: Path) -> None:
+    """Each command from its options to its rows, tables and pictures."""
+    main, arguments, sections = COMMANDS[command]
+    options = [*arguments, "--quick", "--repeats", "2", "--device", "cpu", "--threads", "1", "--out", str(tmp_path)]
+    benchmark.pedantic(main, args=(options,), rounds=1)
+    rows = Rows(record.load(tmp_path, command))
+    assert set(sections) <= set(rows.names("section"))
+    for row in rows:
+        assert row.p20 <= row.p50 <= row.p80
+        assert row.environment.torch == torch.__version__
+        assert row.environment.revision
+    module = report.COMMANDS[command]
+    text = module.tables(rows)
+    assert all(len({line.count("|") for line in table}) == 1 for table in _tables(text))
+    assert all(path.stat().st_size > 10_000 for path in module.draw(rows, tmp_path / "figures"))
+
+
+def _tables(text: str) -> list[list[str]]:
+    """Every table's lines."""
+    blocks = [block.splitlines() for block in text.split("\n\n")]
+    return [block for block in blocks if block[0].startswith("| ")]
+
+
+@pytest.mark.usefixtures("_small")
+def test_the_pages_are_made_of_kept_rows_alone(tmp_path: Path) -> None:
+    results, docs = tmp_path / "results", tmp_path / "docs"
+    compare.main(
+        ["--network", "tiny", "--foreach", "--quick", "--repeats", "2", "--threads", "1", "--out", str(results)]
+    )
+    written = report.write_pages(results, docs)
+    page = (docs / "benchmarks.md").read_text()
+    assert all(len({line.count("|") for line in table}) == 1 for table in _tables(page))
+    assert {docs / "benchmarks.md", docs / "scale.md"} <= set(written)
+    assert all(f"figures/{path.name}" in page for path in written if path.suffix == ".png")
+    median = Rows(record.load(results, "compare")).median(subject="8x8x3x3", contender=FUSED)
+    assert f" {milliseconds(median)} " in page
+    assert report.write_pages(results, docs) == written
+    assert (docs / "benchmarks.md").read_text() == page
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Contenders
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [name for name, one in CONTENDERS.items() if not one.compiled])
+@pytest.mark.parametrize("layer", KINDS, ids=lambda layer: layer.name)
+def test_contenders_compute_what_they_claim(name: str, layer: Layer) -> None:
+    settings = Settings(dtype=torch.float64)
+    if (reason := CONTENDERS[name].refusal(layer)) is not None:
+        assert "only" in reason
+        return
+    Judge(make_weights([layer], settings), [layer], gradient=True).check(CONTENDERS[name])
+
+
+def test_the_compiled_reference_computes_the_paper_s_loss() -> None:
+    layer = KINDS[2]
+    Judge(make_weights([layer], Settings()), [layer], gradient=True).check(CONTENDERS[contenders.COMPILED])
+
+
+@pytest.mark.parametrize("layer", KINDS, ids=lambda layer: layer.name)
+def test_the_claimed_loss_is_the_oracle_s(layer: Layer) -> None:
+    """The claim that all exact contenders are judged by, against the loops of the tests."""
+    from oracle import Case, loss_and_grad  # accuracy.py has made tests/ importable
+
+    [weight] = make_weights([layer], Settings(dtype=torch.float64))
+    case = Case(layer.shape, stride=layer.stride, dilation=layer.dilation, groups=layer.groups)
+    loss, grad = loss_and_grad(weight.detach(), case)
+    mine = definitions.paper(weight, layer)
+    assert float(mine.detach()) == pytest.approx(float(loss), rel=1e-12)
+    torch.testing.assert_close(torch.autograd.grad(mine, weight)[0], torch.as_tensor(grad), rtol=1e-10, atol=1e-10)
+
+
+def test_the_authors_formula_prefers_zero_to_an_orthogonal_kernel() -> None:
+    """At stride 2 a padding of 1 never looks at lag 0: what the docs say of it holds for the claim."""
+    from oracle import Case
+
+    layer = Layer("strided", (64, 32, 3, 3), 2)
+    orthogonal = Case(layer.shape, stride=2).orthogonal(0).double()
+    assert float(definitions.paper(orthogonal, layer)) == pytest.approx(0, abs=1e-9)
+    zero = torch.zeros_like(orthogonal)
+    assert float(definitions.authors(zero, layer)) == pytest.approx(8.0)
+    assert float(definitions.authors(orthogonal, layer)) > 9
+
+
+def test_a_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = LAYERS[1]
+    wrong = replace(CONTENDERS[FUSED], loss=lambda weight, _: 1.01 * CONTENDERS[REFERENCE].loss(weight, layer))
+    monkeypatch.setitem(CONTENDERS, FUSED, wrong)
+    with pytest.raises(WrongResultError, match="fused, 64x64x3x3: the loss is off by"):
+        contenders.calls_of((FUSED,), make_weights([layer], Settings()), [layer], Settings())
+
+
+def test_a_wrong_gradient_is_refused() -> None:
+    layer = LAYERS[1]
+    [weight] = weights = make_weights([layer], Settings())
+    [loss] = CONTENDERS[FUSED].step(weights, [layer], gradient=True)
+    assert weight.grad is not None
+    weight.grad[0, 0, 0, 0] *= 2
+    weight.grad *= 1.001
+    with pytest.raises(WrongResultError, match="the gradient is off by"):
+        Judge(weights, [layer], gradient=True).check_outcomes("ours", definitions.paper, [loss])
+
+
+def test_layers_of_equal_weight_are_judged_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Layer] = []
+
+    def claim(weight: Tensor, layer: Layer) -> Tensor:
+        asked.append(layer)
+        return definitions.paper(weight, layer)
+
+    layers = [KINDS[0], KINDS[2], KINDS[0]]
+    judge = Judge(make_weights(layers, Settings()), layers, gradient=True)
+    for index in range(3):
+        judge.expected(claim, index)
+    assert asked == layers[:2]
+    judge.weights[2].data[0] += 1
+    judge.expected(claim, 2)
+    assert asked == layers
+
+
+@pytest.mark.parametrize("name", [REFERENCE, FUSED])
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.name)
-def test_step(benchmark: BenchmarkFixture, layer: Layer, implementation: Implementation) -> None:
+def test_step(benchmark: BenchmarkFixture, layer: Layer, name: str) -> None:
     weights = make_weights([layer], Settings())
-    check_step(weights, [layer], gradient=True)
+    Judge(weights, [layer], gradient=True).check(CONTENDERS[name])
     benchmark.group = f"{layer.name} {layer.label}"
-    losses = benchmark(run_step, implementation, weights, [layer], True)
+    losses = benchmark(CONTENDERS[name].step, weights, [layer], True)
     assert torch.isfinite(losses[0])
     assert weights[0].grad is not None
 
@@ -79,19 +272,129 @@ def test_bound_does_all_products_of_the_plan(layer: Layer) -> None:
     assert counted == (0 if isinstance(plan, Plan) and plan.small else plan.work.multiply_adds)
 
 
-def test_a_wrong_result_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = LAYERS[1]
-    monkeypatch.setattr(steps, "fused_orth_loss", lambda weight, *_, **__: 1.01 * weight.square().sum())
-    with pytest.raises(steps.WrongResultError, match="the loss is off by"):
-        check_step(make_weights([layer], Settings()), [layer], gradient=True)
+# ----------------------------------------------------------------------------------------------------------------------
+# Rows
+# ----------------------------------------------------------------------------------------------------------------------
+
+HERE = Environment.of(Settings())
 
 
-def test_a_missed_target_shows_although_the_layer_also_stands_without_one() -> None:
-    samples = {"reference": Samples([2.0]), "fused": Samples([1.0])}
-    plain = Result("64x64x3x3", "layer1", 6, "toom/row", samples, {})
-    report = verdict([Section("targets", [replace(plain, target_ratio=3.0)]), Section("network", [plain])])
-    assert "1 of 2 targets missed" in report
-    assert "64x64x3x3: 2.00x, target 3x" in report
+def row(contender: str, seconds: float, **known: Any) -> Row:
+    fields: dict[str, Any] = {
+        "command": "compare", "section": "resnet34", "subject": "64x64x3x3", "measure": compare.BOTH, "unit": "s",
+        "disturbance": 0.0, "environment": HERE, "details": {"count": 1, "plan": "toom/row"},
+    }  # fmt: skip
+    return Row.of([seconds] * 3, contender=contender, **(fields | known))
+
+
+def test_rows_come_back_as_they_were_kept(tmp_path: Path) -> None:
+    rows = [row(REFERENCE, 2.0), row(FUSED, 1.0, disturbance=None)]
+    record.save(tmp_path, "compare", rows)
+    assert record.load(tmp_path, "compare") == rows
+    assert len((tmp_path / "compare.csv").read_text().splitlines()) == 3
+    kept = json.loads((tmp_path / "compare.json").read_text())[0]
+    assert {"p20", "p50", "p80", "disturbance"} <= set(kept)
+    assert {"device", "hardware", "torch", "ocnn_fused", "revision"} <= set(kept["environment"])
+
+
+def test_a_section_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
+    record.save(tmp_path, "compare", [row(FUSED, 1.0), row(FUSED, 5.0, section="vgg16")])
+    record.save(tmp_path, "compare", [row(FUSED, 2.0)])
+    kept = Rows(record.load(tmp_path, "compare"))
+    assert kept.median(section="resnet34") == 2.0
+    assert kept.median(section="vgg16") == 5.0
+    assert len(kept) == 2
+
+
+def test_check_names_what_has_become_slower() -> None:
+    old = [row(REFERENCE, 10.0), row(FUSED, 1.0)]
+    same_machine_slower_day = [row(REFERENCE, 20.0), row(FUSED, 2.1)]
+    changes, skipped = check.compare(same_machine_slower_day, old)
+    assert (len(changes), skipped) == (1, 0)
+    assert check.regressions(changes, 0.15) == []
+    changes, _ = check.compare([row(REFERENCE, 10.0), row(FUSED, 1.2)], old)
+    [found] = check.regressions(changes, 0.15)
+    assert found.growth == pytest.approx(0.2)
+
+
+def test_check_leaves_out_other_machines_and_disturbed_rows() -> None:
+    old = [row(REFERENCE, 10.0), row(FUSED, 1.0)]
+    elsewhere = replace(HERE, hardware="another")
+    for known in ({"environment": elsewhere}, {"disturbance": 0.5}):
+        changes, skipped = check.compare([row(REFERENCE, 10.0, **known), row(FUSED, 2.0, **known)], old)
+        assert (changes, skipped) == ([], 1)
+
+
+def test_check_exits_with_an_error_for_a_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    new, old = tmp_path / "new", tmp_path / "old"
+    record.save(old, "compare", [row(REFERENCE, 10.0), row(FUSED, 1.0)])
+    record.save(new, "compare", [row(REFERENCE, 10.0), row(FUSED, 1.5)])
+    check.main([str(old), str(old)])
+    assert "None has risen" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="1 ratios have risen by more than 15%"):
+        check.main([str(new), str(old)])
+    assert "+50%" in capsys.readouterr().out
+
+
+def test_promises_say_what_holds_what_does_not_and_what_was_not_measured() -> None:
+    whole = {"subject": "resnet34", "details": {"count": 36, "plan": "mixed", "role": "network"}}
+    rows = [row(name, seconds, **whole) for name, seconds in ((REFERENCE, 8.0), (FUSED, 1.0), (contenders.KERNEL, 0.5))]
+    kept = {command: Rows(rows if command == "compare" else []) for command in report.COMMANDS}
+    found = {promise.what: promise for promise in promises.promises(kept)}
+    assert found["resnet34, one call: reference / fused"].holds is False
+    assert found["resnet50, one call: reference / fused"].holds is None
+    assert found["resnet34: all lags / plain kernel orthogonality"].found == "2x"
+    assert found["fused is the fastest exact contender"].holds is True
+    assert "**does not hold**" in promises.table(kept)
+
+
+def test_a_row_in_which_another_is_faster_says_so() -> None:
+    rows = Rows([row(REFERENCE, 4.0), row(contenders.FOURIER, 1.0), row(FUSED, 2.0)])
+    assert "FFT by 2.00x" in compare.exact_table(rows, "resnet34")
+
+
+def test_disturbance_is_told() -> None:
+    assert harness.disturbed([row(FUSED, 1.0)]) == ""
+    assert "up to 30% of the CPU during 1 of 2 rows" in harness.disturbed(
+        [row(FUSED, 1.0), row(FUSED, 1.0, disturbance=0.3)]
+    )
+
+
+def test_exponents_are_fitted_over_the_larger_sizes() -> None:
+    sizes = [16, 32, 64, 128, 256, 512]
+    assert scaling.slope(sizes, [size**3 for size in sizes]) == pytest.approx(3)
+    assert scaling.slope(sizes, [1, 1, 1, *(size**2 for size in sizes[3:])]) == pytest.approx(2)
+
+
+def test_a_package_that_is_not_there_is_said_to_be_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = peers.Peer("absent layers", peers._plain, "no_such_package", "no-such-package")
+    monkeypatch.setattr(peers, "PEERS", (peers.PEERS[0], absent))
+    peers.main(["--quick", "--repeats", "1", "--width", "4", "--batch", "2", "--threads", "1", "--out", str(tmp_path)])
+    rows = Rows(record.load(tmp_path, "peers"))
+    assert rows.get(subject="absent layers", measure=peers.MISSING) is not None
+    assert "not installed" in peers.tables(rows)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Ranks
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_more_ranks_than_layers_leave_the_largest_alone() -> None:
+    layers = [(4.0, 40.0, 1), (1.0, 10.0, 4)]
+    assert ranks.beyond(layers, 2) == (40.0, 40.0, 0)
+    busiest, mean, idle = ranks.beyond(layers, 8)
+    assert (busiest, mean, idle) == (40.0, 10.0, 3)
+
+
+def test_two_processes_share_the_layers_and_send_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = ranks.processes(2, "ddp")
+    shares = [set(one["share"]) for one in found]
+    assert not shares[0] & shares[1]
+    assert len(shares[0] | shares[1]) == len(ranks.layer_seconds(Effort.exactly(1)))
+    for one in found:
+        assert one[ranks.WITH] == one[ranks.WITHOUT]
+        assert one[ranks.WITH]["bytes"] > 0
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -203,7 +506,7 @@ def test_cuda_contestants_are_interleaved_like_others() -> None:
     assert all(len(sample.seconds) == 4 for sample in samples.values())
 
 
-def test_every_mode_of_the_timer_has_its_section(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_mode_of_the_timer_has_its_section(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A timer with two modes, here both on the CPU: rows are measured once, and told apart by their section."""
 
     class TwoModes(CpuTimer):
@@ -214,30 +517,27 @@ def test_every_mode_of_the_timer_has_its_section(monkeypatch: pytest.MonkeyPatch
             self.prepared[mode] += 1
             return function
 
-    monkeypatch.setattr(compare, "TARGETS", TARGETS[:1])
-    options = compare.parse(["--shapes", "--repeats", "1", "--no-memory"])
-    sections = compare.measure(options, Settings(), TwoModes())
-    assert [section.title for section in sections] == [
-        "Single shapes with targets",
-        "Single shapes with targets, cuda graph",
-    ]
-    assert TwoModes.prepared[EAGER] == TwoModes.prepared[GRAPH] == len(sections[0].results[0].samples)
-    assert sections[0].results[0].samples["fused"] is not sections[1].results[0].samples["fused"]
+    monkeypatch.setattr(compare, "TARGETS", TARGETS[4:5])
+    monkeypatch.setattr(harness, "make_timer", lambda device: TwoModes())
+    compare.main(["--shapes", "--repeats", "1", "--threads", "1", "--out", str(tmp_path)])
+    kept = Rows(record.load(tmp_path, "compare"))
+    assert kept.names("section") == ["shapes", "shapes, cuda graph"]
+    assert TwoModes.prepared[EAGER] == TwoModes.prepared[GRAPH] == len(kept.where(section="shapes"))
 
 
 @pytest.mark.skipif(_extension.module is None, reason="the compiled backend is left out")
 def test_panels_and_the_blas_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     seen: list[bool] = []
+    fused = CONTENDERS[FUSED]
 
-    def step(
-        implementation: Implementation, weights: Sequence[Tensor], layers: Sequence[Layer], gradient: bool
-    ) -> Sequence[Tensor]:
-        seen.append(panels_allowed())
-        return run_step(implementation, weights, layers, gradient)
+    class Watched(contenders.Contender):
+        def step(self, weights: Sequence[Tensor], layers: Sequence[Layer], gradient: bool) -> Sequence[Tensor]:
+            seen.append(panels_allowed())
+            return fused.step(weights, layers, gradient)
 
     monkeypatch.setattr(compare, "TARGETS", TARGETS[4:5])
-    monkeypatch.setattr(panels, "run_step", step)
-    compare.main(["--panels", "--shapes", "--repeats", "1"])
+    monkeypatch.setitem(CONTENDERS, FUSED, Watched(FUSED, "", definitions.paper, fused.loss))
+    compare.main(["--panels", "--shapes", "--repeats", "1", "--threads", "1"])
     assert set(seen) == {True, False}
     assert "| 64x64x3x3 |" in capsys.readouterr().out
     assert panels_allowed()
@@ -265,14 +565,38 @@ def test_an_unknown_device_is_named() -> None:
 
 
 def test_overhead_at_another_batch_scales_the_plain_step_alone() -> None:
-    def seconds(value: float) -> Samples:
-        return Samples([value, value + 10.0])  # a slow second round, for all alike
+    known = {"subject": "network", "measure": training_overhead.WALL, "details": {"batch": 4, "wanted_batch": 16}}
+    rows = Rows([row("plain", 2.0, **known), row("reg() alone", 0.4, **known)])
+    assert training_overhead.plain_step(rows, training_overhead.WALL) == pytest.approx(8.0)
+    assert training_overhead.share_of_step(rows, training_overhead.WALL, "reg()") == pytest.approx(0.05)
 
-    steps_seconds = {"plain": 2.0, "reference": 6.0, "reg()": 2.5, "add_grad_": 2.2}
-    alone = {f"{which} alone": Samples([time]) for which, time in (("reference", 4.0), ("reg()", 0.4))}
-    samples = {which: seconds(time) for which, time in steps_seconds.items()} | alone
-    case = training_overhead.Case("network", (1,), cifar=True, batch=4, wanted_batch=16)
-    result = training_overhead.Result(case, {"wall": samples}, None)
-    assert result.adds("wall", "reg()") == pytest.approx(0.5)
-    assert result.ratios("wall", "reg()") == pytest.approx((0.125, 0.1))
-    assert result.share_of_step("wall", "reg()") == pytest.approx(0.4 / (4 * 7.0))  # 7: median of 2 and 12
+
+def test_neighbours_are_busy_only_when_told() -> None:
+    def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+    def assert_soon(stopped: bool) -> None:
+        end = monotonic() + 10  # a signal waits until its process has a core
+        while any(is_stopped(process) != stopped for process in processes) and monotonic() < end:
+            sleep(0.01)
+        assert all(is_stopped(process) == stopped for process in processes)
+
+    with contention.Neighbours.beside_us(2) as neighbours:
+        processes = neighbours.processes
+        assert_soon(stopped=True)
+        neighbours.disturb(True)
+        assert_soon(stopped=False)
+        neighbours.disturb(False)
+        assert_soon(stopped=True)
+    assert all(process.returncode is not None for process in processes)
+
+
+def test_contention_verdicts() -> None:
+    def verdict(disturbed: float, reference: float) -> str:
+        known = {"section": contention.LAYER}
+        fused = [row(f"{FUSED}, quiet", 1.0, **known), row(f"{FUSED}, disturbed", disturbed, **known)]
+        rows = [*fused, row(f"{REFERENCE}, quiet", 9.0, **known), row(f"{REFERENCE}, disturbed", reference, **known)]
+        return contention.tables(Rows(rows))
+
+    assert "4x met, ahead 6x met" in verdict(3.0, 30.0)
+    assert "4x missed, ahead 6x missed" in verdict(5.0, 29.0)

@@ -80,6 +80,28 @@ struct SmallPlan {
   Position tap_begin;  // (taps + 1), into the terms
 };
 
+// One axis of a Fourier plan. Cosine and sine (ceil(class taps / 2), class taps) are those of the angles between taps
+// and frequencies, both counted from the middle, up to which they are stored; -1 for the last axis, which has lane
+// tables.
+struct FourierPlanAxis {
+  int64_t axis;  // of the kernel
+  int64_t taps, step;
+  Position cosine, sine;
+  int64_t class_taps() const { return (taps - 1) / step + 1; }
+};
+
+// A plan by Parseval, see FourierPlan in plan.py. Axes come shortest first; frequencies of the last are not negative.
+struct FourierPlan {
+  int64_t groups;
+  bool column;
+  int64_t offset;  // see Plan.offset
+  double target;   // see Targets in views.h
+  std::vector<FourierPlanAxis> axes;
+  // Of the last axis, rows padded to whole vectors: (taps up to the middle, frequencies), and back, scaled by what a
+  // frequency counts in the gradient, (frequencies, taps up to the middle).
+  Position cosine, sine, cosine_back, sine_back;
+};
+
 // Reads the numbers of a plan one by one.
 class LayoutReader {
  public:
@@ -173,6 +195,25 @@ inline SmallPlan read_small_plan(LayoutReader reader) {
   plan.lag_begin = reader.skip(plan.lags + 1);
   plan.terms = reader.skip(6 * plan.pairs);
   plan.tap_begin = reader.skip(plan.taps + 1);
+  reader.finish();
+  return plan;
+}
+
+inline FourierPlanAxis read_fourier_axis(LayoutReader& reader) {
+  return {reader.take(), reader.take(), reader.take(), reader.take(), reader.take()};
+}
+
+inline FourierPlan read_fourier_plan(LayoutReader reader) {
+  FourierPlan plan;
+  plan.groups = reader.take();
+  plan.column = reader.take() != 0;
+  plan.offset = reader.take();
+  plan.target = reader.take_real();
+  plan.axes = read_list(reader, read_fourier_axis);
+  plan.cosine = reader.take();
+  plan.sine = reader.take();
+  plan.cosine_back = reader.take();
+  plan.sine_back = reader.take();
   reader.finish();
   return plan;
 }

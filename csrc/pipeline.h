@@ -44,12 +44,14 @@ class Arena {
 //   at::Tensor workspace(int64_t bytes)                                  memory with undefined contents
 //   void zero(T*, int64_t elements)
 //   void evaluate(const std::vector<Planes<T>>&, const Window&)          V = E K, one entry per pool
-//   void mix(const Outputs<T>&, bool with_grad)                          loss per group; Y in place of X
-//   void gather(const std::vector<Planes<T>>&, const Window&)            dK = E^T G
+//   void mix(const Outputs<T>&, bool with_grad)                          loss per group; Y, times its factor, in place
+//                                                                        of X
+//   void gather(const std::vector<Planes<T>>&, const Window&)            dK = E^T G, stored or added
 template <typename S, typename T, typename Device>
 class Pipeline {
  public:
-  Pipeline(Device& device, const LoweredPlan& plan, at::TensorList weights, at::TensorList grads)
+  // `adds`: to what `grads` hold, which may be the weights themselves.
+  Pipeline(Device& device, const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, bool adds)
       : device_(device),
         plan_(plan),
         weights_(weights),
@@ -59,8 +61,9 @@ class Pipeline {
         groups_(static_cast<int64_t>(weights.size()) * plan.groups),
         side_(plan.column ? channels_ * plan.pools[0].residues : rows_),
         flat_(plan.flat && std::is_same_v<S, T> && weights[0].is_contiguous() &&
-              (grads.empty() || grads[0].is_contiguous()) &&
+              (grads.empty() || (grads[0].is_contiguous() && !are_same(weights, grads))) &&
               (weights.size() == 1 || static_cast<int64_t>(weights[0].nbytes()) > Device::kCopiedBytes)),
+        adds_(adds),
         planes_(plan.pools.size()),
         gradients_(plan.pools.size()) {
     int64_t products = 0;
@@ -102,6 +105,15 @@ class Pipeline {
 
  private:
   bool with_grad() const { return !grads_.empty(); }
+
+  // Whether gradients go where the weights are read. Stages do so chunk by chunk: what a chunk's gather writes, no
+  // other chunk evaluates. But products whose operand is the weight itself would read what they have written.
+  static bool are_same(at::TensorList weights, at::TensorList grads) {
+    for (size_t w = 0; w < weights.size(); ++w) {
+      if (weights[w].is_alias_of(grads[w])) return true;
+    }
+    return false;
+  }
 
   void choose_chunks() {
     constexpr int64_t size = sizeof(T);
@@ -240,10 +252,11 @@ class Pipeline {
 
   // G = Y V, or the transpose of it where the planes lie transposed.
   void multiply_planes(const at::Tensor& gradients, const at::Tensor& y, const at::Tensor& planes) const {
+    const bool add = accumulates_ || (flat_ && adds_);
     if (plan_.column) {
-      multiply(gradients.transpose(1, 2), planes.transpose(1, 2), y.transpose(1, 2), accumulates_);
+      multiply(gradients.transpose(1, 2), planes.transpose(1, 2), y.transpose(1, 2), add);
     } else {
-      multiply(gradients, y, planes, accumulates_);
+      multiply(gradients, y, planes, add);
     }
   }
 
@@ -267,6 +280,7 @@ class Pipeline {
   const int64_t rows_, channels_, groups_;  // per group, per group, of all weights
   const int64_t side_;
   const bool flat_;  // the weight itself serves as planes, unless several are so small that a copy of all is cheaper
+  const bool adds_;
   std::vector<Planes<T>> planes_, gradients_;  // of all pools
   bool sums_ = false, accumulates_ = false, interleaved_ = false;
   int64_t groups_at_once_ = 1, chunk_ = 1, chunks_ = 1;
@@ -303,8 +317,9 @@ auto dispatch(const at::Tensor& weight, const F& f) {
   }
 }
 
-// What the ops check, and the gradients they return: uninitialised, or none.
-inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_t groups, bool with_grad) {
+// What the ops check, and where the gradients go: into the epilogue's targets or fresh memory, or nowhere.
+inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_t groups, bool with_grad,
+                                                  const Epilogue& epilogue) {
   TORCH_CHECK_VALUE(!weights.empty(), "weights must not be empty");
   std::vector<at::Tensor> grads;
   for (const at::Tensor& weight : weights) {
@@ -315,9 +330,20 @@ inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_
     TORCH_CHECK_VALUE(weight.sizes() == weights[0].sizes() && weight.strides() == weights[0].strides() &&
                           weight.scalar_type() == weights[0].scalar_type() && weight.device() == weights[0].device(),
                       "weights of one plan must have the same shape, strides, type and device");
-    if (with_grad) grads.push_back(at::empty_like(weight));
+    if (with_grad && epilogue.targets.empty()) grads.push_back(at::empty_like(weight));
   }
-  return grads;
+  if (epilogue.factors) {
+    const at::Tensor& factors = *epilogue.factors;
+    TORCH_CHECK_VALUE(factors.scalar_type() == at::kDouble && factors.is_contiguous() &&
+                          factors.device() == weights[0].device() && epilogue.places.size() == weights.size(),
+                      "factors must be contiguous float64 numbers where the weights are, one place for each");
+    for (const int64_t place : epilogue.places) {
+      TORCH_CHECK_VALUE(place >= 0 && place < factors.numel(), "there are ", factors.numel(), " factors, not ", place);
+    }
+  }
+  if (!with_grad || epilogue.targets.empty()) return grads;
+  TORCH_CHECK_VALUE(are_targets(epilogue.targets, weights), "targets must be alike, and like the weights");
+  return epilogue.targets.vec();
 }
 
 }  // namespace ocnn_fused

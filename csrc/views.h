@@ -58,4 +58,19 @@ struct Targets {
   }
 };
 
+// What the gradients of some weights are multiplied by, group by group.
+template <typename T>
+struct Factors {
+  const double* of_weights;  // null: one
+  int64_t groups;            // of each weight
+  bool per_target;           // divided by the group's target, unless that is zero
+  OCNN_FUSED_ANYWHERE T at(int64_t group, const Target<T>& target) const {
+    const T factor = of_weights == nullptr ? T(1) : static_cast<T>(of_weights[group / groups]);
+    return per_target && target.value > 0 ? factor / target.value : factor;
+  }
+  OCNN_FUSED_ANYWHERE Factors from(int64_t weight) const {
+    return {of_weights == nullptr ? nullptr : of_weights + weight, groups, per_target};
+  }
+};
+
 }  // namespace ocnn_fused

@@ -22,7 +22,7 @@ from ocnn_fused import OrthRegularizer
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--weight", type=float, default=0.1, help="lambda")
+    parser.add_argument("--weight", type=float, default=0.01, help="lambda")
     parser.add_argument("--accumulate", type=int, default=1, help="batches per optimiser step")
     options = parser.parse_args(arguments)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=options.accumulate)

@@ -39,14 +39,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, float]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument("--devices", type=int, default=1)
-    parser.add_argument("--weight", type=float, default=0.1, help="lambda")
+    parser.add_argument("--weight", type=float, default=0.01, help="lambda")
     options = parser.parse_args(arguments)
     lightning.seed_everything(0)
     images, labels, test_images, test_labels = digits()
     orth = OrthCallback(weight=options.weight)
     trainer = lightning.Trainer(
         max_epochs=options.epochs,
-        accelerator="cpu",
+        accelerator="auto",
         devices=options.devices,
         strategy="ddp" if options.devices > 1 else "auto",
         callbacks=[orth],

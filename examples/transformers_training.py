@@ -49,7 +49,7 @@ def accuracy(prediction: EvalPrediction) -> dict[str, float]:
 def main(arguments: Sequence[str] | None = None) -> list[dict[str, Any]]:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--weight", type=float, default=0.1, help="lambda")
+    parser.add_argument("--weight", type=float, default=0.01, help="lambda")
     options = parser.parse_args(arguments)
     images, labels, test_images, test_labels = digits()
     with tempfile.TemporaryDirectory() as folder:

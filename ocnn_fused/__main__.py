@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         _COMMANDS[options.command](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; nor shall Python complain when it flushes at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (CheckpointError, UsageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from . import _extension, engine, ops, reference
-from .backends.job import Operand
+from .backends.job import Epilogue, Executable, Operand
 from .problem import (
     Flat,
     FlatProblems,
@@ -51,52 +51,110 @@ _orth_grad = torch.ops.ocnn_fused.orth_grad.default
 
 def orth_losses(weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options) -> Sequence[Tensor]:
     """One 0-dim loss per weight, differentiable where a weight is."""
-    device, needs_grad = weights[0].device, torch.is_grad_enabled()
-    if torch.compiler.is_dynamo_compiling() or not _only_autograd_looks(weights):
+    executable = _prepared(weights, problems, options)
+    if executable is None:
         return _orth_loss(weights, *flatten(problems, options))
-    operands = []
-    for weight in weights:
-        operands.append(Operand(weight.stride(), weight.dtype, needs_grad and weight.requires_grad))
-    resolved: Options | engine.Resolved = options
-    if device.type != "cpu" or options.backend is not None:
-        resolved = engine.resolve(options, device)
-    executable = engine.prepare(problems, tuple(operands), resolved, device)
     if isinstance(executable, _COMPILED_CALL):
         return executable.attached(weights)  # type: ignore[no-any-return, attr-defined]
-    with_grad = [operand.with_grad for operand in operands]
+    with_grad = _wanted(weights)
     if any(with_grad):
         return OrthLoss.apply(problems, options, with_grad, *weights)[: len(weights)]  # type: ignore[attr-defined]
     return executable(weights)[0]
 
 
-def losses_and_grads(
-    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options
-) -> tuple[list[Tensor], list[Tensor]]:
-    """One 0-dim loss and one gradient per weight, without a graph."""
-    with_grad = [True] * len(weights)
-    if torch.compiler.is_dynamo_compiling() or not _only_autograd_looks(weights):
-        return _orth_loss_and_grad(weights, with_grad, *flatten(problems, options))
-    return engine.losses_and_grads(weights, problems, options, with_grad)
+class Coefficients(NamedTuple):
+    """What the losses of some weights are multiplied by, and what they are counted from; all where the weights are."""
+
+    numbers: tuple[float, ...]
+    values: Tensor  # the same, in the dtype of the sum
+    factors: Tensor  # the same, in float64
+    least: Tensor | None  # in the dtype of the sum
 
 
-def _only_autograd_looks(weights: Sequence[Tensor]) -> bool:
-    """Whether no subclass, mode, tracer, transform, forward differentiation or autocast wants to see the ops.
+def orth_total(
+    weights: Sequence[Tensor],
+    problems: tuple[Problem, ...],
+    options: Options,
+    coefficients: Coefficients,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
+    """``factor * sum_l coefficient_l * (L_l - least_l)``, differentiable, and the losses without a graph, 1-D.
 
-    The dispatcher's way through Python costs as much as a small layer; plain tensors go without it.
+    One node of autograd's graph for all weights, whose gradients have the factors in them already. Where somebody else
+    looks too it is what it says, as PyTorch's own operations on the losses.
     """
+    executable = _prepared(weights, problems, options)
+    if executable is None:
+        losses = torch.stack(list(_orth_loss(weights, *flatten(problems, options))))
+        counted = losses if coefficients.least is None else losses - coefficients.least
+        value = torch.dot(counted.double(), coefficients.factors) * factor
+        return value.to(losses.dtype), losses.detach()
+    if isinstance(executable, _COMPILED_CALL):
+        least = None if coefficients.least is None else coefficients.least.double()
+        return executable.total(weights, coefficients.factors, factor, least)  # type: ignore[no-any-return, attr-defined]
+    with_grad = _wanted(weights)
+    if any(with_grad):
+        return OrthTotal.apply(executable, problems, coefficients, factor, with_grad, *weights)  # type: ignore[attr-defined, no-any-return]
+    losses = torch.stack(executable(weights)[0])
+    return _weighted(losses, coefficients) * factor, losses
+
+
+def add_grads_(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, epilogue: Epilogue
+) -> list[Tensor]:
+    """Add ``factor * factors[l]`` times the gradient of each loss to its target; returns the losses, no graph."""
+    executable = _prepared(weights, problems, options, always_grad=True)
+    if executable is not None:
+        return executable(weights, epilogue)[0]
+    losses, grads = _orth_loss_and_grad(weights, [True] * len(weights), *flatten(problems, options))
+    for place, (grad, target) in enumerate(zip(grads, epilogue.targets, strict=True)):
+        target.add_(grad * (epilogue.factors[place] * epilogue.factor))
+    return losses
+
+
+def _weighted(losses: Tensor, coefficients: Coefficients) -> Tensor:
+    return torch.dot(losses if coefficients.least is None else losses - coefficients.least, coefficients.values)
+
+
+def _prepared(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, always_grad: bool = False
+) -> Executable | None:
+    """What computes these weights, and gradients of those that require them, or of all.
+
+    None where a subclass, mode, tracer, transform, forward differentiation or autocast wants to see the ops. The
+    dispatcher's way through Python costs as much as a small layer; plain tensors go without it.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None
     for weight in weights:
         if type(weight) not in PLAIN_TYPES:
-            return False
-    device_type = weights[0].device.type
-    return (
-        device_type in ("cpu", "cuda")
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._is_tracing()
-        and not torch._C._are_functorch_transforms_active()
-        and forward_ad._current_level < 0
-        and not torch.is_autocast_enabled(device_type)
-    )
+            return None
+    device = weights[0].device
+    if (
+        device.type not in ("cpu", "cuda")
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._is_tracing()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or torch.is_autocast_enabled(device.type)
+    ):
+        return None
+    needs_grad = torch.is_grad_enabled()
+    operands = []
+    for weight in weights:
+        with_grad = always_grad or (needs_grad and weight.requires_grad)
+        operands.append(Operand(weight.stride(), weight.dtype, with_grad))
+    resolved: Options | engine.Resolved = options
+    if device.type != "cpu" or options.backend is not None:
+        resolved = engine.resolve(options, device)
+    return engine.prepare(problems, tuple(operands), resolved, device)
+
+
+def _wanted(weights: Sequence[Tensor]) -> list[bool]:
+    """Of which weights the gradient is."""
+    enabled = torch.is_grad_enabled()
+    return [enabled and weight.requires_grad for weight in weights]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -167,6 +225,71 @@ class OrthLoss(_SingleLevelFunction):
         return *along, *(None for _ in ctx.grads)
 
 
+class _TotalContext(FunctionCtx):
+    problems: tuple[Problem, ...]
+    with_grad: Sequence[bool]
+    numbers: Sequence[float]  # by which the gradients are multiplied
+    grads: Sequence[Tensor] | None  # until nobody asks again
+    saved_tensors: tuple[Tensor, ...]
+
+
+class OrthTotal(_SingleLevelFunction):
+    """The sum of losses times coefficients, of plain tensors; the losses count as constants. See csrc/autograd.cpp."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: _TotalContext,
+        executable: Executable,
+        problems: tuple[Problem, ...],
+        coefficients: Coefficients,
+        factor: float,
+        with_grad: Sequence[bool],
+        *weights: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        losses, ctx.grads = executable(weights, Epilogue(coefficients.factors, factor))
+        ctx.problems, ctx.with_grad = problems, with_grad
+        ctx.numbers = [factor * number for number in coefficients.numbers]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*weights)
+        stacked = torch.stack(losses)
+        ctx.mark_non_differentiable(stacked)
+        return _weighted(stacked, coefficients).mul_(factor), stacked
+
+    @staticmethod
+    def backward(ctx: _TotalContext, scale: Tensor | None, _: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        weights, grads = ctx.saved_tensors, ctx.grads  # raises if the weights have changed, or the graph is freed
+        results: list[Tensor | None] = [None] * len(weights)
+        if scale is None or grads is None:
+            return *(None,) * 5, *results
+        places = [place for place, wanted in enumerate(ctx.with_grad) if wanted]
+        if torch.is_grad_enabled():  # a graph of this very backward: without the factors they are functions of weights
+            plain = [grad / number if grad.numel() else grad for grad, number in zip(grads, ctx.numbers, strict=True)]
+            plain = _orth_grad(weights, plain, *flatten_problems(ctx.problems))
+            for place in places:
+                results[place] = plain[place] * (scale * ctx.numbers[place])
+            return *(None,) * 5, *results
+        wanted = [grads[place] for place in places]
+        if torch._C._are_functorch_transforms_active():  # is_grads_batched
+            scaled: Sequence[Tensor] = [grad * scale for grad in wanted]
+        elif torch._C._autograd._get_current_graph_task_keep_graph():
+            scaled = torch._foreach_mul(wanted, scale)
+        else:  # nobody asks again
+            ctx.grads = None
+            torch._foreach_mul_(wanted, scale)
+            scaled = wanted
+        taken = _add_at_the_end([weights[place] for place in places], scaled)
+        for place, grad, is_taken in zip(places, scaled, taken, strict=True):
+            results[place] = None if is_taken else grad
+        return *(None,) * 5, *results
+
+
+def _add_at_the_end(weights: Sequence[Tensor], grads: Sequence[Tensor]) -> Sequence[bool]:
+    """See csrc/autograd.h; for which of them."""
+    if _extension.module is None or torch._C._are_functorch_transforms_active():
+        return [False] * len(weights)
+    return _extension.module.add_at_the_end(weights, grads)  # type: ignore[no-any-return]
+
+
 class _GradContext(FunctionCtx):
     problems: tuple[Problem, ...]
     wanted: Sequence[bool]  # else there is no gradient
@@ -215,7 +338,7 @@ def _hessian_products(ctx: _GradContext, vectors: Sequence[Tensor | None]) -> li
             continue
         with torch.autocast(weight.device.type, enabled=False):
             dtype = _sum_dtype(weight)
-            product = reference.hessian_product(weight.to(dtype), vector.to(dtype), **problem.geometry)
+            product = reference.hessian_product(weight.to(dtype), vector.to(dtype), problem)
         products.append(product.to(weight.dtype))
     return products
 
@@ -226,8 +349,8 @@ def _by_reference(weights: Sequence[Tensor], problems: Sequence[Problem]) -> tup
     for weight, problem in zip(weights, problems, strict=True):
         with torch.autocast(weight.device.type, enabled=False):
             exact = weight.to(_sum_dtype(weight))
-            losses.append(reference.orth_loss(exact, **problem.geometry))  # type: ignore[arg-type]
-            grads.append(reference.orth_grad(exact, **problem.geometry).to(weight.dtype))
+            losses.append(reference.loss_of(exact, problem))
+            grads.append(reference.grad_of(exact, problem).to(weight.dtype))
     return losses, grads
 
 

@@ -90,9 +90,9 @@ def make_weight(layer: Layer) -> Tensor:
 def errors(layer: Layer, device: torch.device, backend: str, precision: Precision | None) -> tuple[float, float]:
     """Of loss and gradient."""
     weight = make_weight(layer)
-    exact, geometry = weight.double(), layer.problem.geometry
-    expected_loss = float(reference.orth_loss(exact, **geometry))
-    expected_grad = reference.orth_grad(exact, **geometry)
+    exact = weight.double()
+    expected_loss = float(reference.loss_of(exact, layer.problem))
+    expected_grad = reference.grad_of(exact, layer.problem)
     leaf = weight.to(device).requires_grad_()
     loss = fused_orth_loss(
         leaf,

@@ -12,8 +12,8 @@ from torch import Tensor
 from . import backends
 from .backends import Backend, fourier
 from .backends.device import SPECS, described
-from .backends.job import Executable, Job, Operand, joined
-from .plan import AnyPlan, FourierPlan, Plan, candidates
+from .backends.job import Epilogue, Executable, Job, Operand, joined
+from .plan import AnyPlan, FourierPlan, candidates
 from .problem import Options, Precision, Problem
 
 #: Calls on GPUs are never dropped: a captured graph may read their tables as long as it lives.
@@ -60,18 +60,18 @@ def prepare(
     for problem, operand in zip(problems, operands, strict=True):
         if (problem, operand.dtype) not in plans:
             plans[problem, operand.dtype] = choose(problem, operand.dtype, device, resolved.of(problem)).plan
-    bilinear: dict[int, Job[Plan]] = {}
-    by_fourier: dict[int, Job[FourierPlan]] = {}
+    own: dict[int, Job[AnyPlan]] = {}
+    others: dict[int, Job[FourierPlan]] = {}
     for place, (problem, operand) in enumerate(zip(problems, operands, strict=True)):
         plan, precision = plans[problem, operand.dtype], resolved.of(problem).precision or "ieee"
-        if isinstance(plan, FourierPlan):
-            by_fourier[place] = Job(problem, plan, operand, precision)
+        if backend.takes(plan, operand.dtype):
+            own[place] = Job(problem, plan, operand, precision)
         else:
-            bilinear[place] = Job(problem, plan, operand, precision)
+            others[place] = Job(problem, plan, operand, precision)  # type: ignore[arg-type]
     executable = joined(
         [
-            (tuple(bilinear), backend.prepare(tuple(bilinear.values()), device, resolved.convolution)),
-            (tuple(by_fourier), fourier.prepare(tuple(by_fourier.values()), device)),
+            (tuple(own), backend.prepare(tuple(own.values()), device, resolved.convolution)),  # type: ignore[arg-type]
+            (tuple(others), fourier.prepare(tuple(others.values()), device)),
         ]
     )
     if device.type != "cpu":
@@ -80,12 +80,16 @@ def prepare(
 
 
 def losses_and_grads(
-    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, with_grad: Sequence[bool]
+    weights: Sequence[Tensor],
+    problems: tuple[Problem, ...],
+    options: Options,
+    with_grad: Sequence[bool],
+    epilogue: Epilogue | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One loss per weight and one gradient, empty where none is wanted; none with a graph."""
+    """One loss per weight and one gradient, empty where none is wanted; none with a graph. See :class:`Epilogue`."""
     device = weights[0].device
     operands = tuple([Operand(w.stride(), w.dtype, wanted) for w, wanted in zip(weights, with_grad, strict=True)])
-    return prepare(problems, operands, resolve(options, device), device)(weights)
+    return prepare(problems, operands, resolve(options, device), device)(weights, epilogue)
 
 
 class Candidate(NamedTuple):
@@ -102,11 +106,11 @@ def judge(problem: Problem, dtype: torch.dtype, device: torch.device | str, opti
     precision: Precision = options.precision  # type: ignore[assignment]
     judged = []
     for plan in candidates(problem, options.side):
-        if isinstance(plan, FourierPlan):  # the same for every backend
-            judged.append(Candidate(plan, fourier.seconds(plan, device, precision), None))
-        else:
+        if backend.takes(plan, dtype):
             arguments = plan, dtype, device, precision
             judged.append(Candidate(plan, backend.seconds(*arguments), backend.refusal(*arguments)))  # type: ignore[arg-type]
+        else:
+            judged.append(Candidate(plan, fourier.seconds(plan, device, precision), None))  # type: ignore[arg-type]
     return sorted(judged, key=lambda candidate: candidate.seconds)
 
 

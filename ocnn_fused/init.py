@@ -16,10 +16,10 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from . import modules
 from .functional import check_weight
 from .plan import axes_of, has_orthogonal, polyphase_channels
 from .problem import IntOrTuple, Problem, problem_of
-from .regularizer import modules
 from .regularizer.selection import chosen_layers
 from .regularizer.settings import Selector
 

@@ -443,6 +443,12 @@ class FourierPlan(PlanBase):
         """Taps of the longest class, per axis."""
         return tuple(axis.class_taps(0) for axis in self.axes)
 
+    @property
+    def transform_order(self) -> tuple[int, ...]:
+        """Numbers of the axes, shortest class first: on the last one half of the frequencies are left out."""
+        taps = self.class_taps
+        return tuple(sorted(range(len(taps)), key=taps.__getitem__))
+
     def sources(self) -> tuple[tuple[int, ...], ...]:
         """Flat tap indices ``(residues, taps)``, -1 where a short phase has no tap."""
         residues = itertools.product(*(range(axis.residues) for axis in self.axes))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from math import inf
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, SupportsFloat, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsFloat, get_args
 
 from torch import Tensor
 
@@ -59,13 +59,6 @@ class Problem(NamedTuple):
     def is_linear(self) -> bool:
         """Whether the layer is a product with a matrix, and no convolution."""
         return len(self.shape) == 2
-
-    @property
-    def geometry(self) -> dict[str, Any]:
-        """All but the shape, as the functions in reference.py take it."""
-        geometry = {name: value for name, value in self._asdict().items() if name != "shape"}
-        geometry["target"] = self.target if self.target > 0 else "free" if self.target == FREE else 1.0
-        return {**geometry, "part": "off_diagonal" if self.target == OFF_DIAGONAL else "all"}
 
 
 class Options(NamedTuple):

@@ -2,25 +2,34 @@
 
 A step is ``K - rate/(8a) * gradient of L`` with the target ``a``. Without the cut to the kernel's support that is the
 Björck step ``A - (A A^T - a I) A / (2a)`` of the convolution's matrix. It lowers the loss where singular values are
-below about ``1.29 sqrt(a)``, and may raise it where one is above: such a step is halved.
+below about ``1.29 sqrt(a)``, and may raise it where one is above: such a step is halved, if it is checked.
+
+To check a step, the loss after it must be computed, which costs about as much as half of the step itself. Nothing that
+the step's own pass knows can replace it for a large layer: bounds of the largest singular value by sums of squares are
+too coarse by the square root of the number of filters. So :class:`Steps`, which takes one step after the other, checks
+the first and then each sixteenth. In between the loss before each step, which costs nothing, shows whether a layer's
+loss has doubled since the step before; then it is left alone until the next check. Who wants all steps checked can have
+that too.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import lru_cache
 from math import inf
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import engine
+from .backends.job import Epilogue
 from .functional import check_weight
 from .plan import axes_of, least_loss
-from .problem import IntOrTuple, Options, Problem, options_of, problem_of
+from .problem import OFF_DIAGONAL, IntOrTuple, Options, Problem, options_of, problem_of
 
-__all__ = ["Orthogonalized", "orthogonalize_", "step_"]
+__all__ = ["Orthogonalized", "Safe", "Steps", "orthogonalize_", "step_"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -30,22 +39,102 @@ __all__ = ["Orthogonalized", "orthogonalize_", "step_"]
 
 @torch.no_grad()
 def step_(
-    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, rate: float, safe: bool = True
+    weights: Sequence[Tensor],
+    problems: tuple[Problem, ...],
+    options: Options,
+    rate: float,
+    safe: bool = True,
+    shares: Tensor | None = None,
 ) -> list[Tensor]:
     """One step of each weight, in place; returns their losses before it.
+
+    Without ``safe`` the step is a part of the pass that computes it: no gradient is kept, nothing is read twice.
+    ``shares``, one per weight, shorten such steps.
 
     ``safe`` computes the losses after the step too. Where one has risen, the step is halved as often as the curve
     ``before - slope * x + c * x^4`` through all that is known says, and taken back if the loss rises even so.
     On a GPU that is decided there, and costs two passes for the loss; on a CPU only weights that need it get a second.
     """
+    if not safe and _can_move_at_once(weights, problems):
+        return _move_all_(weights, problems, options, rate, shares)
     losses, steps = engine.losses_and_grads(weights, problems, options, [True] * len(weights))
     slopes = [
         _scale_(step, weight, problem, rate) for step, weight, problem in zip(steps, weights, problems, strict=True)
     ]
+    for place, step in enumerate(steps if shares is not None else ()):
+        step.mul_(shares[place])  # type: ignore[index]
     torch._foreach_sub_(list(weights), steps)
     if safe:
         _halve_(weights, problems, options, _stacked(losses), _stacked(slopes), steps)
     return losses
+
+
+def _can_move_at_once(weights: Sequence[Tensor], problems: Sequence[Problem]) -> bool:
+    """Whether no weight is there twice, and the passes know what each step is divided by."""
+    different = len({weight.data_ptr() for weight in weights}) == len(weights)
+    return different and all(problem.target != OFF_DIAGONAL for problem in problems)
+
+
+def _move_all_(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, rate: float, shares: Tensor | None
+) -> list[Tensor]:
+    """Steps of different weights, added to them where the gradients are computed."""
+    losses = list(weights)
+    kinds: dict[bool, list[int]] = {}
+    for place, problem in enumerate(problems):
+        kinds.setdefault(problem.target > 0, []).append(place)
+    for has_target, places in kinds.items():
+        some, of_some = [weights[place] for place in places], tuple(problems[place] for place in places)
+        numbers = tuple(-1 / (8 * problem.target) if has_target else -1 / 8 for problem in of_some)
+        factors = _on_device(numbers, weights[0].device)
+        if shares is not None:
+            factors = factors * Epilogue(shares).of(places).factors
+        epilogue = Epilogue(factors, rate, some, per_target=not has_target)
+        found = engine.losses_and_grads(some, of_some, options, [True] * len(some), epilogue)[0]
+        for place, loss in zip(places, found, strict=True):
+            losses[place] = loss
+    return losses
+
+
+@lru_cache(maxsize=64)
+def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """In float64; kept, so that nothing is copied at every step."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+#: Which steps are checked: some, each, or none.
+Safe = bool | Literal["always"]
+
+
+class Steps:
+    """One step after the other of always the same weights; see the top of this file. Nothing waits for a device."""
+
+    CHECK_EACH = 16
+    GROWTH = 2.0
+
+    def __init__(self) -> None:
+        self._taken = 0
+        self._rate = 0.0  # of the last check
+        self._before: Tensor | None = None  # losses before the last step of those that are trusted
+        self._trusted: Tensor | None = None  # 1 or 0 for each weight
+
+    def take_(
+        self, weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, rate: float, safe: Safe
+    ) -> None:
+        """One step of each weight, in place; ``safe`` is that of ``OrthRegularizer.project_``."""
+        if not safe:
+            step_(weights, problems, options, rate, safe=False)
+            return
+        checked = safe == "always" or self._taken % self.CHECK_EACH == 0 or rate > 2 * self._rate
+        losses = _stacked(step_(weights, problems, options, rate, checked, None if checked else self._trusted))
+        if checked or self._before is None or self._trusted is None:
+            self._taken, self._rate = 0, rate
+            self._before, self._trusted = losses, torch.ones_like(losses)
+        else:
+            self._trusted = self._trusted * (losses <= self.GROWTH * self._before)  # NaN is not
+            self._before = torch.where(self._trusted > 0, losses, self._before)
+        self._taken += 1
 
 
 def _scale_(grad: Tensor, weight: Tensor, problem: Problem, rate: float) -> Tensor:

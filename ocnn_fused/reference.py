@@ -6,22 +6,18 @@ backward takes. Nothing here shares code with the plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from math import gcd
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .problem import FREE, OFF_DIAGONAL, IntOrTuple, Part, Problem, Target, problem_of
+
 __all__ = ["official_orth_loss", "orth_loss"]
 
 _CONVOLUTIONS = (F.conv1d, F.conv2d, F.conv3d)
 _TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
-
-
-def _per_axis(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    return (value,) * axes if isinstance(value, int) else tuple(value)
 
 
 def frobenius_norm(squared: Tensor) -> Tensor:
@@ -32,13 +28,13 @@ def frobenius_norm(squared: Tensor) -> Tensor:
 
 def orth_loss(
     weight: Tensor,
-    stride: int | Sequence[int] = 1,
+    stride: IntOrTuple = 1,
     *,
-    dilation: int | Sequence[int] = 1,
+    dilation: IntOrTuple = 1,
     groups: int = 1,
-    padding: int | Sequence[int] | None = None,
-    target: float | Literal["free"] = 1.0,
-    part: Literal["all", "off_diagonal"] = "all",
+    padding: IntOrTuple | None = None,
+    target: Target = 1,
+    part: Part = "all",
     squared: bool = True,
 ) -> Tensor:
     """``||Conv(K, K, padding=P, stride=S) - a I_r0||_F^2`` of a weight ``(M, C/groups, k1..kn)``, as a 0-dim tensor.
@@ -51,49 +47,44 @@ def orth_loss(
     A dilated kernel meets itself only at multiples of ``stride/gcd(stride, dilation)`` taps, so the convolution runs on
     the undilated taps with that stride.
     """
-    residual = _SelfConvolution(weight, stride, dilation, groups, padding, target, part).residual(weight)
-    loss = residual.square().sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+    loss = loss_of(weight, problem_of(weight.shape, stride, dilation, groups, padding, target, part))
     return loss if squared else frobenius_norm(loss)
 
 
-def orth_grad(weight: Tensor, **geometry: Any) -> Tensor:
+def loss_of(weight: Tensor, problem: Problem) -> Tensor:
+    """:func:`orth_loss` of a problem."""
+    residual = _SelfConvolution(problem).residual(weight)
+    return residual.square().sum(dtype=torch.promote_types(weight.dtype, torch.float32))
+
+
+def grad_of(weight: Tensor, problem: Problem) -> Tensor:
     """Gradient of :func:`orth_loss`, ``4 sum_t (Z_t - [t=0] a I) K``, in the weight's shape, written with ``F.conv*``.
 
     Both gradients of the self-convolution are equal, so it is twice the one with respect to the input. A free ``a``
     counts as a constant: there the derivative with respect to it is zero.
     """
-    convolution = _SelfConvolution(weight, **geometry)
+    convolution = _SelfConvolution(problem)
     return 4 * convolution.adjoint(convolution.residual(weight), weight)
 
 
-def hessian_product(weight: Tensor, vector: Tensor, **geometry: Any) -> Tensor:
-    """The derivative of :func:`orth_grad` in the direction ``vector``, which has the weight's shape."""
-    convolution = _SelfConvolution(weight, **geometry)
+def hessian_product(weight: Tensor, vector: Tensor, problem: Problem) -> Tensor:
+    """The derivative of :func:`grad_of` in the direction ``vector``, which has the weight's shape."""
+    convolution = _SelfConvolution(problem)
     change = convolution.residual_change(weight, vector)
     return 4 * (convolution.adjoint(change, weight) + convolution.adjoint(convolution.residual(weight), vector))
 
 
 class _SelfConvolution:
-    """``Conv(A, B, padding=P, stride=S)`` of kernels with one weight's shape, and its adjoint."""
+    """``Conv(A, B, padding=P, stride=S)`` of kernels of one problem, and its adjoint."""
 
-    def __init__(
-        self,
-        weight: Tensor,
-        stride: int | Sequence[int] = 1,
-        dilation: int | Sequence[int] = 1,
-        groups: int = 1,
-        padding: int | Sequence[int] | None = None,
-        target: float | Literal["free"] = 1.0,
-        part: Literal["all", "off_diagonal"] = "all",
-    ) -> None:
-        self.groups, self.target, self.part = groups, target, part
-        self.rows, self.channels = weight.shape[0] // groups, weight.shape[1]
-        axes = weight.dim() - 2
-        self.kernel: tuple[int, ...] = tuple(weight.shape[2:]) or (1,)  # a Linear weight is a 1-tap convolution
+    def __init__(self, problem: Problem) -> None:
+        self.groups, self.rows, self.channels = problem.groups, problem.rows, problem.channels
+        self.target = problem.target
+        self.kernel = problem.kernel or (1,)  # a Linear weight is a 1-tap convolution
         self.steps, self.pads = [1] * len(self.kernel), [0] * len(self.kernel)
-        strides, dilations = _per_axis(stride, axes), _per_axis(dilation, axes)
-        paddings = (None,) * axes if padding is None else _per_axis(padding, axes)
-        for axis, (k, s, d, p) in enumerate(zip(weight.shape[2:], strides, dilations, paddings, strict=True)):
+        paddings = problem.padding or (None,) * len(problem.kernel)
+        geometry = zip(problem.kernel, problem.stride, problem.dilation, paddings, strict=True)
+        for axis, (k, s, d, p) in enumerate(geometry):
             step = s // gcd(s, d)
             lags = (k - 1) // step
             if p is not None:
@@ -116,12 +107,12 @@ class _SelfConvolution:
         return convolution(self.inputs(first), self.filters(second), None, self.steps, self.pads, 1, self.groups)  # type: ignore[arg-type]
 
     def residual(self, kernels: Tensor) -> Tensor:
-        target = self.mean_of_rows(kernels.square()) if self.target == "free" else self.target
+        target = self.mean_of_rows(kernels.square()) if self.target == FREE else self.target
         return self.without_diagonal(self(kernels, kernels), target)
 
     def residual_change(self, kernels: Tensor, vector: Tensor) -> Tensor:
         """The derivative of :meth:`residual` in the direction ``vector``; a free target changes too."""
-        target = self.mean_of_rows(2 * kernels * vector) if self.target == "free" else 0.0
+        target = self.mean_of_rows(2 * kernels * vector) if self.target == FREE else 0.0
         return self.without_diagonal(self(vector, kernels) + self(kernels, vector), target)
 
     def mean_of_rows(self, elements: Tensor) -> Tensor:
@@ -131,7 +122,7 @@ class _SelfConvolution:
     def without_diagonal(self, product: Tensor, target: Tensor | float) -> Tensor:
         """Minus ``target`` on the diagonal of lag 0, or with zeros there."""
         identity = torch.eye(self.rows, dtype=product.dtype, device=product.device).repeat(1, self.groups)
-        whole = self.part == "all"
+        whole = self.target != OFF_DIAGONAL
         # Padded, not written into zeros: torch.func.linearize loses what is done in place.
         around = [p // s for p, s in zip(reversed(self.pads), reversed(self.steps), strict=True) for _ in range(2)]
         diagonal = F.pad((identity * target if whole else identity)[(..., *(None for _ in self.kernel))], around)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
-from pathlib import Path
 
 import torch
 
-_NOT_THE_USERS = tuple(f"{Path(str(module)).parent}/" for module in (__file__, torch.__file__))
+# Not as a Path, which would drop the "./" that Python 3.10 keeps in the names of a relative folder's files.
+_NOT_THE_USERS = tuple(f"{os.path.dirname(file)}/" for file in (__file__, torch.__file__))
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:

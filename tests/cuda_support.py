@@ -161,6 +161,7 @@ class Run:
     layout: str = "contiguous"  # or "channels_last", or "strided": nothing contiguous
     chunk: int = 0  # length of the pieces into which the contraction is cut
     interleaved: bool = False
+    adds: bool = False  # gradients times -(weights - w)/2 to ones, w the place of the weight
 
     def __str__(self) -> str:
         extras = [f"{self.weights}w"] if self.weights > 1 else []
@@ -168,6 +169,7 @@ class Run:
         extras += [self.layout] if self.layout != "contiguous" else []
         extras += [f"chunk{self.chunk}"] if self.chunk else []
         extras += ["interleaved"] if self.interleaved else []
+        extras += ["adds"] if self.adds else []
         return "-".join([self.name, str(self.case), str(self.dtype).removeprefix("torch."), *extras])
 
     def tensors(self) -> list[torch.Tensor]:
@@ -189,7 +191,8 @@ class Run:
         tensors = self.tensors()
         like = tensors[0]
         packer = Packer()
-        packer.integers(DTYPES.index(self.dtype), plan.small, self.with_grad, plan.groups, plan.rows, plan.channels)
+        packer.integers(DTYPES.index(self.dtype), plan.small, self.with_grad, self.adds)
+        packer.integers(plan.groups, plan.rows, plan.channels)
         packer.integers(like.stride(0), like.stride(1))
         packer.array(like.shape[2:] or [1])
         packer.array(like.stride()[2:] or [1])
@@ -248,8 +251,10 @@ def execute(
 def worst_error(run: Run, losses: np.ndarray, grads: np.ndarray) -> float:
     """Of all losses, relative to max(1, loss), and gradients, relative to their largest entry; NaN is infinite."""
     worst = 0.0
-    for weight, loss, grad in zip(run.tensors(), losses, grads, strict=True):
+    for place, (weight, loss, grad) in enumerate(zip(run.tensors(), losses, grads, strict=True)):
         expected_loss, expected_grad = loss_and_grad(weight, run.case)
+        if run.adds:
+            expected_grad = 1 - 0.5 * (run.weights - place) * expected_grad
         worst = max(worst, _finite(abs(loss - expected_loss) / max(1.0, expected_loss)))
         if run.with_grad:
             actual = torch.as_strided(torch.from_numpy(grad.copy()), weight.shape, weight.stride()).numpy()

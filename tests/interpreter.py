@@ -10,7 +10,8 @@ What is repaired, all of it in Triton's own classes and undone when the context 
 - programs run sequentially, shuffled, or interleaved: one thread per program, a seeded baton passed at every access to
   memory, which is what shows a race;
 - a device function does not patch the language again for every call, which is most of the interpreter's time, and
-  types are looked up in a table that is not made anew each time.
+  types are looked up in a table that is not made anew each time;
+- Triton before 3.7 makes indices with ``int(array)``, which numpy 2.5 refuses for arrays of one axis.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor, InterpretedFunction, InterpreterBuilder, TensorHandle
+
+from ocnn_fused.backends.triton import availability
 
 ORDERS = ("sequential", "shuffled", "interleaved")
 
@@ -94,6 +97,14 @@ def _cast_with_rounding(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, source, target)
 
     return cast_impl
+
+
+def _indices_of_any_numpy(original: Callable[..., None]) -> Callable[..., None]:
+    def patch_lang_tensor(tensor: Any, *scope: Any) -> None:
+        original(tensor, *scope)
+        tensor.__index__ = lambda self: self.handle.data.item()  # whoever undoes the patch undoes this
+
+    return patch_lang_tensor
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -209,7 +220,8 @@ class Scheduler:
     def restore_language(self) -> None:
         while self.patches:
             _, scope = self.patches.popitem()  # in reverse order
-            scope.restore()
+            if scope is not None:  # before 3.6 the language stays patched
+                scope.restore()
 
     def run(self, programs: list[tuple[int, int, int]], run_program: Callable[[tuple[int, int, int]], None]) -> None:
         if self.order != "sequential":
@@ -264,6 +276,8 @@ def repaired(order: str = "sequential", seed: int = 0) -> Iterator[Scheduler]:
 
     replacements = [
         (triton_interpreter, "_get_np_dtype", numpy_type),
+        (availability, "interpreter_reason", lambda: None),
+        (triton_interpreter, "_patch_lang_tensor", _indices_of_any_numpy(triton_interpreter._patch_lang_tensor)),
         (InterpreterBuilder, "create_dot", _dot_with_rounding(InterpreterBuilder.create_dot)),
         (InterpreterBuilder, "cast_impl", _cast_with_rounding(InterpreterBuilder.cast_impl)),
         (GridExecutor, "__call__", counted_launch),

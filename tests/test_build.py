@@ -461,7 +461,8 @@ def test_another_major_version_with_any_torch(wish: str, tmp_path: Path) -> None
     assert (done.returncode == 0) == (wish == ""), done.stderr
     what = "OCNN_FUSED_CUDA=1 asks for the CUDA backend, but" if wish else "the CUDA backend is left out:"
     assert f"{what} torch {torch.__version__} was built with CUDA 12.8 and the toolkit is CUDA 11.8" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    # A CUDA build of torch itself adds, where there is no GPU, that it found no CUDA runtime.
+    assert len([line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]) == 1
 
 
 def test_another_minor_version_warns(cuda_torch: Environment, versions: Versions, tmp_path: Path) -> None:

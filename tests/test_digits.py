@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from statistics import mean
 
 import pytest
-import torch
-import torch.nn.functional as F
 
 pytest.importorskip("sklearn")
 
-from digits import Outcome, Settings, singular_values, table, train
-
-
-@pytest.mark.parametrize(("rows", "channels", "stride"), [(3, 2, 1), (2, 3, 1), (4, 2, 2)])
-def test_singular_values_are_those_of_the_matrix(rows: int, channels: int, stride: int) -> None:
-    size = 4
-    torch.manual_seed(0)
-    weight = torch.randn(rows, channels, 3, 3, dtype=torch.float64)
-    units = torch.eye(channels * size * size, dtype=torch.float64).reshape(-1, channels, size, size)
-    images = F.conv2d(F.pad(units, (1, 1, 1, 1), mode="circular"), weight, stride=stride)
-    expected = torch.linalg.svdvals(images.flatten(1))
-    actual = singular_values(weight, stride, size).flatten().sort(descending=True).values
-    torch.testing.assert_close(actual, expected)
+import digits_ways as ways
+from digits import Outcome, Settings, table, train
 
 
 @pytest.mark.slow
@@ -58,3 +46,42 @@ def test_table() -> None:
     assert "| test accuracy, % | 85.00 | 90.00 |" in printed
     assert "| difference to plain |  | +5.00 ± 5.00; 1 better, 0 worse |" in printed
     assert "| seed 1 | 80.00 | 90.00 |" in printed
+
+
+def made_up(job: ways.Job) -> list[Outcome]:
+    """Best at rate 0.1 or 0.01, weight 0.03 or 0.3; the projection reaches smaller ratios."""
+    one = job.settings
+    rate = abs(one.rate - {"sgd": 0.1, "adamw": 0.01}[one.optimizer])
+    weight = abs(one.weight - (0.3 if one.way == "projection" else 0.03)) if one.weight else 0.5
+    ratio = 9.0 if not one.weight else 3.0 if one.way == "penalty" else 2.0
+    return [Outcome(0.9 - 0.01 * rate - 0.01 * weight + 0.001 * fold, {"down": ratio, "widen": 4.0}) for fold in (0, 1)]
+
+
+def test_protocol_chooses_runs_once_and_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[ways.Job] = []
+
+    def perform(job: ways.Job) -> list[Outcome]:
+        done.append(job)
+        if len(done) == 100:
+            raise KeyboardInterrupt
+        return made_up(job)
+
+    monkeypatch.setattr(ways, "perform", perform)
+    path = tmp_path / "results.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        ways.follow_protocol(ways.Results(path), processes=1)
+    assert len(path.read_text().splitlines()) == 99
+    results = ways.Results(path)
+    ways.follow_protocol(results, processes=1)
+    assert len(done) == len(set(done)) + 1  # the one that was interrupted
+    assert ways.Results(path).outcomes == results.outcomes
+    assert ways.rates(results, "sgd") == (0.1, 0.2)
+    assert [(one.way, one.weight) for one in ways.chosen(results, "adamw")] == 2 * [
+        ("penalty", 0.0), ("penalty", 0.03), ("free", 0.03), ("projection", 0.3),
+    ]  # fmt: skip
+    fresh = [job for job in done if not job.choosing]
+    assert len(fresh) == 2 * 8 * ways.SEEDS
+    printed = ways.final_table(results)
+    assert "| rate 0.1, lambda 0.03 | 90.05 | +0.50 ± 0.00 | 10, 0 | 3 | 4 |" in printed
+    assert "| projection | AdamW, rate 0.01, projection 0.1 | 89.85 | 2 | 4 |" in ways.equal_accuracy_table(results)
+    assert len(ways.choosing_table(results).splitlines()) == 2 + 4 + 5  # twice 0.01 is a rate of its own

@@ -1,24 +1,30 @@
-"""Fourier plans against the definition: every geometry, either transform, any cut of the frequencies."""
+"""Fourier plans against the definition, compiled and by PyTorch's calls: every geometry, transform and cut."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from math import prod
 
 import pytest
 import torch
-from conftest import TOLERANCES, assert_matches_definition, errors, fused
+from conftest import BACKENDS, TOLERANCES, assert_matches_definition, errors, fused
 from oracle import Case, loss_and_grad
 from plans import chosen, fourier, problem
+from test_cpu_backend import run_python
+from torch.profiler import ProfilerActivity, profile
 
-from ocnn_fused import engine, explain, fused_orth_loss_foreach, reference
+from ocnn_fused import _extension, engine, explain, fused_orth_loss, fused_orth_loss_foreach, reference
 from ocnn_fused import plan as planning
+from ocnn_fused.backends import cpu
 from ocnn_fused.backends import fourier as backend
-from ocnn_fused.backends.job import Job, Operand
+from ocnn_fused.backends.job import Epilogue, Job, Operand
+from ocnn_fused.backends.lowering import lower
 from ocnn_fused.plan import FourierPlan
-from ocnn_fused.problem import Options
+from ocnn_fused.problem import DEFAULT_OPTIONS, Options
 
 CPU = torch.device("cpu")
+compiled = pytest.mark.skipif("cpu" not in BACKENDS, reason="the compiled backend is left out")
 
 CASES = [
     Case((4, 3, 7)),
@@ -43,8 +49,38 @@ PARTIAL = [
 ]
 
 
-def execute(plan: FourierPlan, case: Case, weight: torch.Tensor, with_grad: bool = True):  # type: ignore[no-untyped-def]
-    call = backend.prepare([Job(problem(case), plan, Operand(weight.stride(), weight.dtype, with_grad))], CPU)
+#: Kernels whose classes are longer than a vector, shorter than half of one, or single taps on an axis.
+COMPILED = [
+    *CASES,
+    Case((3, 4, 9, 1, 5)),
+    Case((2, 3, 1, 6)),
+    Case((2, 2, 40)),
+    Case((17, 19, 6)),
+    Case((2, 1, 17, 33)),
+    Case((33, 40, 2, 3)),
+    Case((6, 5, 4, 2, 7), stride=(1, 1, 2)),
+    Case((70, 3, 3, 3)),
+    Case((4, 130, 4), target=2.0),
+    Case((6, 4, 5, 5), groups=2, target="free"),
+    Case((9, 2, 4, 6), target="free"),
+    Case((6, 4, 5, 4), groups=2, part="off_diagonal"),
+    Case((5, 3, 6, 7), stride=2, part="off_diagonal"),
+]
+
+
+def sides_of(case: Case) -> tuple[str, ...]:
+    return ("row", "column") if case.padding is None and case.part == "all" else ("row",)
+
+
+def job(plan: FourierPlan, case: Case, weight: torch.Tensor, with_grad: bool = True) -> Job[FourierPlan]:
+    return Job(problem(case), plan, Operand(weight.stride(), weight.dtype, with_grad))
+
+
+def execute(
+    plan: FourierPlan, case: Case, weight: torch.Tensor, with_grad: bool = True, is_compiled: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    jobs = [job(plan, case, weight, with_grad)]
+    call = cpu.prepare(jobs, CPU, DEFAULT_OPTIONS) if is_compiled else backend.prepare(jobs, CPU)
     (loss,), (grad,) = call([weight])
     return loss, grad
 
@@ -57,19 +93,125 @@ def test_definition(
 ) -> None:
     monkeypatch.setattr(backend, "_MOST_ENTRIES", 1 << 30 if by_matrix else 0)
     monkeypatch.setitem(backend._PIECE_BYTES, "cpu", piece)
-    sides = ("row", "column") if case.padding is None else ("row",)
-    for side in sides:
+    check_definition(case, is_compiled=False)
+
+
+@compiled
+@pytest.mark.parametrize("case", COMPILED, ids=str)
+def test_compiled_definition(case: Case, poisoned_memory: None) -> None:
+    check_definition(case, is_compiled=True)
+
+
+def check_definition(case: Case, is_compiled: bool) -> None:
+    """Both sides, in every dtype, with and without gradient."""
+    for side in sides_of(case):
         (plan,) = fourier(case, side)
         for dtype, limit in TOLERANCES.items():
             weight = case.random(dtype=dtype)
-            loss, grad = execute(plan, case, weight)
+            loss, grad = execute(plan, case, weight, is_compiled=is_compiled)
             assert (grad.dtype, grad.shape) == (dtype, weight.shape)
             # On a side longer than the other a small loss is a difference of larger numbers.
             longer = side == "column" and dtype != torch.float64
             assert max(errors(loss, grad, weight, case)) <= limit * (10 if longer else 1)
-            alone, nothing = execute(plan, case, weight, with_grad=False)
+            alone, nothing = execute(plan, case, weight, with_grad=False, is_compiled=is_compiled)
             assert torch.equal(alone, loss)
             assert nothing.numel() == 0
+
+
+@compiled
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_every_instruction_set(capability: str) -> None:
+    """Vectors of every length; in a process of its own, because they are chosen once."""
+    code = """
+import torch
+from test_fourier import COMPILED, check_definition
+for case in COMPILED:
+    check_definition(case, is_compiled=True)
+print(torch.backends.cpu.get_cpu_capability())
+"""
+    if capability == "avx2" and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
+        pytest.skip("this machine has no AVX2")
+    assert run_python(code, ATEN_CPU_CAPABILITY=capability).strip() == capability.upper()
+
+
+@compiled
+@pytest.mark.parametrize("case", [Case((40, 24, 7, 7)), Case((24, 1, 9, 9), groups=24), Case((3, 3, 60))], ids=str)
+def test_same_bits_on_any_number_of_threads(case: Case) -> None:
+    (plan,) = fourier(case, "row")
+    weight = case.random(dtype=torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3, 2):
+            torch.set_num_threads(threads)
+            results.append(execute(plan, case, weight, is_compiled=True))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))
+
+
+@compiled
+@pytest.mark.parametrize("case", [Case((4, 64, 17, 17)), Case((3, 20, 9, 9, 9))], ids=str)
+def test_compiled_pieces(case: Case, poisoned_memory: None) -> None:
+    """Frequencies of wide layers are worked on in pieces, whose gradients are added up."""
+    (plan,) = fourier(case, "row")
+    for dtype in (torch.float64, torch.float32):
+        weight = case.random(dtype=dtype)
+        with profile(activities=[ProfilerActivity.CPU]) as recorded:
+            loss, grad = execute(plan, case, weight, is_compiled=True)
+        pieces = sum(event.count for event in recorded.key_averages() if event.key.startswith("ocnn_fused::evaluate"))
+        assert pieces > 1
+        wanted, wanted_grad = expected(weight, case)
+        assert abs(loss.item() - wanted) / max(1.0, wanted) <= TOLERANCES[dtype]
+        assert (grad.double() - wanted_grad).abs().max() / wanted_grad.abs().max() <= TOLERANCES[dtype]
+        assert torch.equal(execute(plan, case, weight, with_grad=False, is_compiled=True)[0], loss)
+
+
+@compiled
+def test_compiled_calls_take_lists_of_all_kinds() -> None:
+    """Weights of one shape are executed together; other plans are in the same call, which makes autograd's node."""
+    cases = [Case((8, 6, 7, 7)), Case((8, 6, 3, 3)), Case((8, 6, 7, 7)), Case((5, 4, 9))]
+    weights = [case.random(seed=seed).requires_grad_() for seed, case in enumerate(cases)]
+    plans = [fourier(case, "row")[0] if case.shape[-1] > 3 else chosen(problem(case)) for case in cases]
+    plans[2] = plans[0]
+    jobs = [Job(problem(case), plan, Operand(weight.stride(), weight.dtype, True))
+            for case, plan, weight in zip(cases, plans, weights, strict=True)]  # fmt: skip
+    call = cpu.prepare(jobs, CPU, DEFAULT_OPTIONS)
+    assert isinstance(call, _extension.module.Call)
+    losses = call.attached(weights)
+    grads = torch.autograd.grad(sum(losses), weights)
+    for case, weight, loss, grad in zip(cases, weights, losses, grads, strict=True):
+        assert max(errors(loss.detach(), grad, weight.detach(), case)) <= TOLERANCES[torch.float64]
+
+
+@compiled
+@pytest.mark.parametrize("case", [Case((4, 64, 17, 17)), Case((6, 4, 7, 7), groups=2, target="free")], ids=str)
+@pytest.mark.parametrize("in_place", [False, True], ids=["beside", "in place"])
+def test_compiled_epilogue(case: Case, in_place: bool) -> None:
+    """Gradients times their factors are added to targets, also where these are the weights that are still read."""
+    (plan,) = fourier(case, "row")
+    weight = case.random()
+    loss, grad = execute(plan, case, weight, is_compiled=True)
+    factors = torch.tensor([0.5], dtype=torch.float64)
+    call = cpu.prepare([job(plan, case, weight)], CPU, DEFAULT_OPTIONS)
+    _, (scaled,) = call([weight], Epilogue(factors, -2.0))
+    torch.testing.assert_close(scaled, -grad)
+    before = weight.clone()
+    target = weight if in_place else torch.ones_like(weight)
+    wanted = target - grad
+    (added,), _ = call([weight], Epilogue(factors, -2.0, [target]))
+    torch.testing.assert_close(added, loss)
+    torch.testing.assert_close(target, wanted)
+    assert in_place or torch.equal(weight, before)
+
+
+@compiled
+def test_warm_calls_are_compiled() -> None:
+    weight = Case((16, 4, 7, 7)).random(dtype=torch.float32).requires_grad_()
+    loss = fused_orth_loss(weight)
+    assert "fourier" in explain((16, 4, 7, 7)).splitlines()[0]
+    assert type(loss.grad_fn).__name__ != "OrthLossBackward", "the node is Python's"
 
 
 def test_parseval_without_the_package() -> None:
@@ -85,7 +227,8 @@ def test_parseval_without_the_package() -> None:
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "channels last", "sliced"])
-def test_memory_formats(layout: str) -> None:
+@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=compiled)], ids=["calls", "compiled"])
+def test_memory_formats(layout: str, is_compiled: bool) -> None:
     case = Case((12, 9, 7, 7))
     weight = case.random(dtype=torch.float32)
     if layout == "channels last":
@@ -93,7 +236,7 @@ def test_memory_formats(layout: str) -> None:
     if layout == "sliced":
         weight = torch.cat([weight, weight], 1)[:, :9]
     (plan,) = fourier(case, "row")
-    loss, grad = execute(plan, case, weight)
+    loss, grad = execute(plan, case, weight, is_compiled=is_compiled)
     assert grad.stride() == torch.empty_like(weight).stride()
     assert max(errors(loss, grad, weight, case)) <= TOLERANCES[torch.float32]
 
@@ -147,12 +290,16 @@ def test_plans_stay_small(shape: tuple[int, ...]) -> None:
     case = Case(shape, groups=shape[0] if shape[1] == 1 else 1)
     for plan in planning.candidates(problem(case)):
         assert plan.product_count <= planning.MAX_PRODUCTS or isinstance(plan, FourierPlan)
-    matrices = [tensor for tensor in vars(prepared(case).transform).values() if isinstance(tensor, torch.Tensor)]
-    assert sum(tensor.untyped_storage().nbytes() for tensor in matrices) <= 5 << 20
+    (plan,) = fourier(case, "row")
+    transform = backend._Executor(plan, torch.float32, CPU).transform
+    assert storage(list(vars(transform).values())) <= 5 << 20
+    for dtype in (torch.float32, torch.float64):
+        if cpu.takes(plan, dtype):
+            assert storage(lower(plan, dtype)) <= 5 << 20
 
 
-def prepared(case: Case) -> backend._Executor:
-    return backend._Executor(fourier(case, "row")[0], torch.float32, CPU)
+def storage(values: Sequence[object]) -> int:
+    return sum(value.untyped_storage().nbytes() for value in values if isinstance(value, torch.Tensor))
 
 
 def test_some_lags_of_a_long_kernel() -> None:

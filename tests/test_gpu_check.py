@@ -62,7 +62,7 @@ class Unrounded(gpu_check.Job):
 print(gpu_check.check(Unrounded("evaluate", "tf32", SHIPPED["tf32"][0], "sm_80")).problems)
 gather = gpu_check.Job("gather", "ieee", SHIPPED["ieee"][0], "sm_80")
 print(gpu_check.check(gather).problems)
-gpu_check.MOST_INSTRUCTIONS["gather"], gpu_check.FEWEST_PROGRAMS = 16, 99
+gpu_check.BARS["gather"] = gpu_check.Bar(instructions=16, programs=99, wide=1.0)
 print(gpu_check.check(gather).problems)
 
 # A program that takes more tensor memory than there is.
@@ -84,7 +84,8 @@ def test_planted_mistakes_are_seen() -> None:
     assert re.fullmatch(r"\['0 roundings to TF32, \d+ operands are stored'\]", unrounded)
     assert within == "[]"
     assert re.fullmatch(
-        r"\['\d programs fit on a multiprocessor, wanted 99', '\d+ instructions per tap, at most 16 are wanted'\]",
+        r"\['\d programs fit on a multiprocessor, wanted 99', '\d+ instructions per tap, at most 16 are wanted', "
+        r"'0% copied 16 bytes at a time, at least 100% are wanted'\]",
         beyond,
     )
     assert right == "[]"
@@ -97,4 +98,5 @@ def test_planted_mistakes_are_seen() -> None:
         assert re.fullmatch(r"\['\d+ multiply-adds are executed, the plans have \d+'\]", step_missing)
         assert re.match(r"\['\d+ matrix instructions, but \d+ in LLVM IR', '\d+ multiply-adds", instruction_missing)
     assert spills == "1 2"
-    assert does_not_fit == "['not one program fits on a multiprocessor']"
+    # The registers that older versions of Triton spill in the whole single kernel come behind.
+    assert does_not_fit.startswith("['not one program fits on a multiprocessor'")

@@ -19,16 +19,16 @@ PACKAGE = Path(ocnn_fused.__file__).parent
 
 #: From the bottom up: a module imports only from its own room and from rooms above it in this list.
 ROOMS = [
-    ("_version", "_extension", "problem", "warn"),
+    ("_version", "_extension", "modules", "problem", "warn"),
     ("plan", "reference"),
     ("backends",),
     ("engine",),
     ("ops",),
     ("autograd",),
     ("functional",),
-    ("projection",),
+    ("projection", "spectrum"),
     ("regularizer",),
-    ("integrations", "info", "init", "spectrum"),
+    ("integrations", "info", "init"),
     ("check", "plot", "report"),
     ("__main__",),
     ("",),  # the package's __init__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ocnn_fused import __version__
+from ocnn_fused import OrthRegularizer, __version__
+from ocnn_fused.regularizer.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -51,6 +53,19 @@ def test_oldest_supported_versions_are_tested() -> None:
     assert f"Python {oldest_python[1]} or newer" in read("README.md")
 
 
+def test_claimed_versions_are_tested() -> None:
+    """Every Python of the classifiers, and every pair that the README names, is in the workflow."""
+    jobs = ci_jobs()
+    tested = re.findall(r'python: "([\d.]+)", torch: torch(?:==(\d+\.\d+))?', jobs["versions"])
+    (default,) = re.findall(r"^TORCH +\?= torch==(\d+\.\d+)", read("Makefile"), re.MULTILINE)
+    tested += [(python, default) for python in re.findall(r'python-version: "([\d.]+)"', jobs["check"])]
+    claimed = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', read("pyproject.toml"))
+    assert sorted(claimed) == sorted({python for python, _ in tested})
+    (sentence,) = re.findall(r"The suite runs on (.+?)\. Compiling", " ".join(read("README.md").split()))
+    for python, torch in tested:
+        assert re.search(rf"{torch or 'newest torch'} with [^,]*\b{python}\b", sentence.replace("Python ", "")), python
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
 def test_hooks_run_what_make_lint_runs() -> None:
     dry_run = subprocess.run(["make", "--dry-run", "lint"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -63,3 +78,15 @@ def test_hooks_run_what_make_lint_runs() -> None:
     (pattern,) = re.findall(r"files: (.+)", hooks)
     native = [path.relative_to(ROOT).as_posix() for top in ("csrc", "tests") for path in (ROOT / top).rglob("*.*")]
     assert sorted(files.split()) == sorted(name for name in native if re.match(pattern, name))
+
+
+def test_one_default_lambda() -> None:
+    """The constructor, the callback, every example, the README and the guide."""
+    default = str(inspect.signature(OrthRegularizer).parameters["weight"].default)
+    assert str(Settings().weight) == default
+    assert f"weight: Weight = {default}," in read("ocnn_fused/integrations/lightning.py")
+    assert f"OrthRegularizer(model, weight={default}, " in read("README.md")
+    assert f"Start with the default, {default}," in read("docs/training.md")
+    texts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
+    found = [value for text in texts for value in re.findall(r'"--weights?", type=float,.* default=\[?([\d.]+)', text)]
+    assert set(found) == {default}

@@ -189,6 +189,77 @@ def test_projection_lowers_every_layer_and_leaves_gradients_alone() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def taken_steps(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each step from now on is checked."""
+    checks: list[bool] = []
+    step_ = projection.step_
+
+    def seen(weights: object, problems: object, options: object, rate: float, safe: bool, *more: object) -> object:
+        checks.append(safe)
+        return step_(weights, problems, options, rate, safe, *more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(projection, "step_", seen)
+    return checks
+
+
+def test_which_steps_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = taken_steps(monkeypatch)
+    reg = OrthRegularizer(model_of_two())
+    reg.project_(steps=20)
+    assert [place for place, checked in enumerate(checks) if checked] == [0, 16]
+    checks.clear()
+    for rate in (1.0, 3.0, 3.0, 2.0):  # more than twice the rate that was checked
+        reg.project_(rate=rate)
+    assert checks == [False, True, False, False]
+    checks.clear()
+    reg.project_(steps=3, safe="always")
+    assert checks == [True] * 3
+    checks.clear()
+    model = reg.model
+    model[0] = nn.Conv2d(4, 8, 3).double()  # type: ignore[operator]
+    reg.project_()
+    assert checks == [True]
+    with pytest.raises(ValueError, match="safe must be one of True, False, 'always', got 'sometimes'"):
+        reg.project_(safe="sometimes")  # type: ignore[arg-type]
+
+
+def test_a_layer_that_explodes_between_checks_is_left_alone_until_the_next() -> None:
+    model = model_of_two()
+    reg = OrthRegularizer(model)
+    reg.project_(steps=2)
+    calm = model[1].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.mul_(6)  # an optimiser gone wild
+    losses = []
+    for _ in range(14):
+        reg.project_()
+        losses.append(reg.per_layer()["0"].item())
+    assert losses[1] == losses[13]  # it went up once or twice, and no further
+    assert not torch.equal(model[1].weight, calm)  # the other goes on
+    reg.project_()
+    assert reg.per_layer()["0"].item() < losses[13]
+
+
+@pytest.mark.parametrize("target", [1, 0.5, "free"])
+def test_steps_in_place_are_those_with_a_gradient_in_memory(
+    target: float | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of plans that read the weight itself, of tiny groups, in pieces, and of a weight that is there twice."""
+    cases = [Case((12, 30)), Case((12, 10, 3, 3)), Case((8, 1, 3, 3), groups=8), Case((6, 6, 9)), Case((40, 3, 3, 3))]
+    problems = tuple(problem_of(c.shape, 1, 1, c.groups, None, target) for c in cases)  # type: ignore[arg-type]
+    before = [case.random(seed) for seed, case in enumerate(cases)]
+    together, alone = ([weight.clone() for weight in before] for _ in range(2))
+    projection.step_(together, problems, DEFAULT_OPTIONS, 0.5, safe=False)
+    twice = before[1].clone()
+    projection.step_([twice, twice], (problems[1],) * 2, DEFAULT_OPTIONS, 0.5, safe=False)
+    monkeypatch.setattr(projection, "_can_move_at_once", lambda *_: False)
+    projection.step_(alone, problems, DEFAULT_OPTIONS, 0.5, safe=False)
+    for moved, checked, start in zip(together, alone, before, strict=True):
+        assert not torch.equal(moved, start)
+        assert torch.allclose(moved, checked, atol=1e-13)
+    assert torch.allclose(twice - before[1], 2 * (together[1] - before[1]), atol=1e-13)
+
+
 def test_rate_schedule_and_every() -> None:
     def change(**options: object) -> list[torch.Tensor]:
         model = model_of_two()

@@ -233,6 +233,19 @@ def test_an_int_as_stride_of_a_module() -> None:
         OrthRegularizer(nn.Sequential(conv))
 
 
+def test_a_model_that_is_a_layer_is_called_so() -> None:
+    conv = nn.Conv2d(4, 8, 3)
+    reg = OrthRegularizer(conv)
+    assert re.search(r"^the model +8x4x3x3", str(reg), re.M)
+    reg()
+    conv.weight.data.mul_(100)
+    with pytest.warns(UserWarning, match="loss explodes in the model"):
+        reg()
+    conv.stride = 0
+    with pytest.raises(ValueError, match=r"^the model: stride must be a positive int"):
+        OrthRegularizer(conv)
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
 def test_a_weight_of_another_kind_is_left_out(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 8, 3))

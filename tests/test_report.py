@@ -91,6 +91,12 @@ def test_layers_that_cannot_be_looked_at_are_left_out_and_named(tmp_path: Path) 
         report(model, (3, 8, 8), layers=["layer9"])
 
 
+def test_a_model_that_is_a_layer_has_a_name(tmp_path: Path) -> None:
+    (network,) = report(nn.Conv2d(4, 4, 3), (4, 8, 8), tmp_path / "net.html")
+    assert list(network.layers) == ["the model"]
+    assert ">the model<" in (tmp_path / "net.html").read_text()
+
+
 class Page(HTMLParser):
     """Counts what a page has, and checks that every element is closed."""
 
@@ -353,6 +359,33 @@ def test_as_a_module(checkpoint: Path) -> None:
         [*command, "none.pt", *MODEL], env=environment, capture_output=True, text=True, timeout=300
     )
     assert (missing.returncode, missing.stderr) == (2, "error: checkpoint none.pt does not exist\n")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """As in ``python -m ocnn_fused explain .. | head``."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ocnn_fused", "explain", "8,8,3,3"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_network_of_hugging_face(tmp_path: Path) -> None:
+    """Its layers stand in modules of their own kind, and it returns a dataclass; random weights, nothing is fetched."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+    )
+    model = transformers.ResNetForImageClassification(config)
+    (network,) = report(model, (3, 32, 32), tmp_path / "net.html")
+    assert not network.left_out
+    stem = network.layers["resnet.embedder.embedder.convolution"]
+    assert (stem.shape, stem.stride, stem.input_size) == ((8, 3, 7, 7), (2, 2), (32, 32))
+    assert network.layers["classifier.1"].shape == (3, 16)
+    assert Page((tmp_path / "net.html").read_text()).counts["tr"] == len(network.layers) + 1
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ocnn_fused import fused_orth_loss, kernel_orth_loss
+from ocnn_fused import fused_orth_loss, init, kernel_orth_loss
 from ocnn_fused.spectrum import (
     condition_number,
     dbt_matrix,
@@ -21,6 +21,7 @@ from ocnn_fused.spectrum import (
     singular_values,
     spectral_norm,
     summary,
+    upper_bound,
 )
 from ocnn_fused.spectrum.matrix import extreme_values
 from ocnn_fused.spectrum.operator import operator_of
@@ -280,6 +281,50 @@ def test_pieces_do_not_change_the_values(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(operator, "PIECE_BYTES", 1)
     torch.testing.assert_close(singular_values(weight, 8, progress=True), whole, rtol=0, atol=1e-13)
     assert spectral_norm(weight, 8).item() == pytest.approx(norm.item(), rel=1e-14)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1e-9, 1e-6, 1e-3, 1.0])
+def test_largest_value_among_many_that_are_nearly_equal(noise: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An orthogonal layer has the same norm at all frequencies, and float32 cannot tell which is the largest."""
+    from ocnn_fused.spectrum import operator
+
+    generator = torch.Generator().manual_seed(0)
+    weight = init.orthogonal_(torch.empty(24, 24, 3, 3, dtype=torch.float64), support="full", generator=generator)
+    weight += noise * torch.randn(weight.shape, dtype=torch.float64, generator=generator)
+    expected = singular_values(weight, 16)[0].item()
+    for piece_bytes in (operator.PIECE_BYTES, 1 << 18):
+        monkeypatch.setattr(operator, "PIECE_BYTES", piece_bytes)
+        for scale in (1e-30, 1.0, 1e30):
+            assert spectral_norm(scale * weight, 16).item() == pytest.approx(scale * expected, rel=1e-12)
+    assert spectral_norm(torch.zeros(4, 4, 3, 3), 16).item() == 0
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 3, 3), (2, 5, 7), (4, 3, 2, 3, 1), (2, 2, 1, 1)])
+def test_interpolated_gram_matrices_are_the_products(shape: tuple[int, ...]) -> None:
+    for dtype, limit in ((torch.float64, 1e-14), (torch.float32, 3e-6)):
+        symbol = operator_of(torch.randn(shape, dtype=torch.float64)).symbol()
+        symbol = symbol if dtype == torch.float64 else symbol.single()
+        angles = 7 * torch.rand(50, len(shape) - 2, dtype=torch.float64)
+        interpolated, multiplied = symbol.gram(10**6), symbol.gram(0)
+        assert (interpolated.samples is None) == (shape[2:] == (1, 1))
+        difference = interpolated.at(angles) - multiplied.at(angles)
+        assert difference.abs().max() <= limit * multiplied.at(angles).abs().max()
+
+
+@pytest.mark.parametrize("noise", [1e-9, 1.0])
+def test_threads_give_the_values_of_one(noise: float) -> None:
+    weight = init.orthogonal_(torch.empty(48, 48, 3, 3), generator=torch.Generator().manual_seed(0)).double()
+    weight += noise * torch.randn(weight.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append((singular_values(weight, 8), spectral_norm(weight, 8), upper_bound(weight)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    for one, several in zip(*found, strict=True):
+        torch.testing.assert_close(one, several, rtol=1e-12, atol=1e-12)
 
 
 def test_summary_of_known_values() -> None:

@@ -15,7 +15,6 @@ from ocnn_fused.spectrum import (
     layer_sizes,
     lipschitz_bound,
     network_spectra,
-    regularizer_spectrum,
     singular_values,
     upper_bound,
     weight_similarity,
@@ -216,6 +215,51 @@ class Writer:
         self.scalars[key] = value, step
 
 
+def test_spectrum_of_a_regularizer_is_that_of_its_layers() -> None:
+    model = mobilenet()
+    reg = OrthRegularizer(model)
+    found = reg.spectrum((3, 30, 30))  # a size that the strides do not divide
+    spectra = network_spectra(model, (3, 30, 30), reg.layers)
+    assert found.keys() == spectra.keys() == reg.layers.keys()
+    for name, values in spectra.items():
+        assert not found[name].largest.requires_grad
+        assert found[name].largest.item() == pytest.approx(values[0].item(), rel=1e-12)
+        assert found[name].smallest.item() == pytest.approx(values[-1].item(), rel=1e-6, abs=1e-8)
+
+
+class Doubled(nn.Module):
+    """A layer of its own kind: twice the weight that it keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = nn.Parameter(torch.randn(6, 4, 3, 3, generator=torch.Generator().manual_seed(0)))
+        self.stride = (2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, 2 * self.kept, stride=2, padding=1)
+
+
+def test_spectrum_of_a_regularizer_takes_the_weights_that_it_takes() -> None:
+    """Those that a callable gives, those that are parametrised, and transposed ones; not those out of reach."""
+    model = nn.Sequential(
+        Doubled(), nn.ConvTranspose2d(6, 5, 4, 2, 1), nn.utils.parametrizations.weight_norm(nn.Conv2d(5, 5, 3))
+    )
+    model.spare = nn.Conv2d(4, 4, 3)
+    model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign]
+    reg = OrthRegularizer(model, weight_of={Doubled: lambda module: 2 * module.kept})
+    found = reg.spectrum((4, 8, 8))
+    assert list(reg.layers) == ["0", "1", "2", "spare"]
+    assert list(found) == ["0", "1", "2"]
+    expected = (
+        singular_values(2 * model[0].kept, 8, stride=2),
+        singular_values(model[1], 4),
+        singular_values(model[2], 8),
+    )
+    for name, values in zip(found, expected, strict=True):
+        assert found[name].largest.item() == pytest.approx(values[0].item(), rel=1e-12)
+        assert found[name].smallest.item() == pytest.approx(values[-1].item(), rel=1e-6, abs=1e-7)
+
+
 def test_logger_writes_every_n_steps() -> None:
     reg = OrthRegularizer(resnet18(width=4), include="layer1.*")
     writer = Writer()
@@ -225,7 +269,7 @@ def test_logger_writes_every_n_steps() -> None:
     values = log(4)
     assert len(values) == 3 * len(reg.layers)
     assert {key: (value, 4) for key, value in values.items()} == writer.scalars
-    found = regularizer_spectrum(reg, (3, 16, 16))["layer1.0.conv1"]
+    found = reg.spectrum((3, 16, 16))["layer1.0.conv1"]
     assert values["spectrum/layer1.0.conv1/largest"] == found.largest.item()
     logged = []
     SpectrumLogger(reg, (3, 16, 16), lambda values, step: logged.append((values, step)), prefix="")(0)

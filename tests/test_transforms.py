@@ -194,7 +194,7 @@ def test_compiled(way: str, case: Case, pair: Callable[[Case, str], tuple[Loss, 
 def test_first_derivatives_do_not_compute_the_reference(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """Only a second derivative needs it, and only then."""
     asked: list[str] = []
-    for name in ("orth_loss", "orth_grad", "hessian_product"):
+    for name in ("loss_of", "grad_of", "hessian_product"):
         original = getattr(reference, name)
 
         def spy(*arguments: object, name: str = name, original: Callable[..., Tensor] = original, **options: object):

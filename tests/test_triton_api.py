@@ -14,6 +14,7 @@ from plans import problem
 from triton_support import DEVICE, errors, execution, needs_interpreter, on_device, skip_if_impossible
 
 from ocnn_fused import explain, fused_orth_loss, fused_orth_loss_foreach, kernel_orth_loss
+from ocnn_fused.backends.triton import availability
 from ocnn_fused.problem import Options, flatten, unflatten
 
 CASES = [Case((6, 4, 3), 2), Case((8, 16)), Case((6, 1, 3), groups=6)]
@@ -174,4 +175,8 @@ def test_on_cpu_tensors_by_environment() -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OCNN_FUSED_BACKEND": "triton"}
     environment["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
-    assert result.stdout.strip() == "equal", result.stderr
+    reason = availability.interpreter_reason()  # of a triton and a numpy that do not fit together
+    if reason is None:
+        assert result.stdout.strip() == "equal", result.stderr
+    else:
+        assert reason in result.stderr.splitlines()[-1]

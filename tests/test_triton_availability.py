@@ -22,6 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 def with_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(availability, "triton_reason", lambda: None)
     monkeypatch.setattr(availability, "driver_reason", lambda: None)
+    monkeypatch.setattr(availability, "interpreter_reason", lambda: None)
 
 
 def gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], name: str = "a GPU") -> None:
@@ -66,6 +67,27 @@ def test_cpu_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "TRITON_INTERPRET=1" in availability.unavailable_reason(torch.device("cpu"))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert availability.unavailable_reason(torch.device("cpu")) is None
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("triton_version", "numpy_version", "fits"),
+    [("3.5.1", "2.5.0", False), ("3.6.0", "2.10.1", False), ("3.5.1", "2.4.6", True), ("3.7.1", "2.5.4", True)],
+)
+def test_numpy_for_the_interpreter(
+    triton_version: str, numpy_version: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import numpy
+    import triton
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(triton, "__version__", triton_version)
+    monkeypatch.setattr(numpy, "__version__", numpy_version)
+    reason = availability.unavailable_reason(torch.device("cpu"))
+    assert (reason is None) == fits
+    assert fits or reason.startswith(
+        f"the interpreter of triton {triton_version} cannot use numpy {numpy_version}; `pip install 'numpy<2.5'`"
+    )
 
 
 @pytest.mark.usefixtures("with_triton")
@@ -133,7 +155,8 @@ def test_the_driver_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
             Broken.asked += 1
             raise RuntimeError("no such driver\nand more")
 
-    monkeypatch.setattr(type(driver), "active", Broken(), raising=False)
+    # Behind the property, where there is one: to read that would ask the real driver.
+    monkeypatch.setattr(driver, "_active" if "_active" in vars(driver) else "active", Broken())
     availability.driver_reason.cache_clear()
     try:
         assert availability.driver_reason().endswith("(RuntimeError: no such driver)")

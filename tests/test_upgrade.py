@@ -44,7 +44,20 @@ def facts(python: str) -> list[str]:
     return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
 
 
+def exchange(python: Path, packages: Path) -> None:
+    """In the venv of this Python, the torch of another environment with all that came with it, as pip would do it."""
+    (here,) = python.parents[1].glob("lib/python*/site-packages")
+    for old in here.glob("torch-*.dist-info"):
+        old.unlink()
+    for new in packages.iterdir():
+        link = here / new.name
+        if new.name != "__pycache__" and not new.name.startswith(("setuptools", "pip")):
+            link.unlink(missing_ok=True)
+            link.symlink_to(new)
+
+
 def test_everything_is_compiled_again(tmp_path: Path) -> None:
+    """``pip install --no-build-isolation .`` in one checkout, before and after another torch is installed."""
     (python, version, _), (other_python, other_version, other_torch) = facts(sys.executable), facts(str(OTHER))
     assert python == other_python, "both torches must be for one Python, else their builds never meet"
     assert version != other_version
@@ -54,26 +67,18 @@ def test_everything_is_compiled_again(tmp_path: Path) -> None:
     compiler.chmod(0o755)
     venv = make_venv(tmp_path / "venv", "torch", "numpy", "setuptools", "ninja", "wheel", "pybind11")
     scripts = Path(str(metadata.distribution("ninja").locate_file("../../../bin"))).resolve()
-    environment = {
-        "CXX": str(compiler),
-        "OCNN_FUSED_CUDA": "0",
-        "PATH": f"{scripts}:{os.environ['PATH']}",
-        "PWD": str(sources),
-    }
+    environment = {"CXX": str(compiler), "OCNN_FUSED_CUDA": "0", "PATH": f"{scripts}:{os.environ['PATH']}"}
+    install = ("install", "--no-build-isolation", "--no-deps", "--force-reinstall", sources)
     compiled = []
-    for step in (version, other_version):
-        if step is other_version:  # the same folder, as after `pip install torch==...`
-            (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-            for installed in Path(other_torch).parent.iterdir():
-                link = packages / installed.name
-                if installed.name != "__pycache__" and "setuptools" not in installed.name:
-                    link.unlink() if link.is_symlink() else None
-                    link.symlink_to(installed)
+    for step in (version, other_version, other_version):
+        if step is other_version:
+            exchange(venv, Path(other_torch).parent)
         log.write_text("")
-        done = run(venv, "setup.py", "--quiet", "build_ext", "--inplace", **environment)
-        assert done.returncode == 0, done.stderr
-        compiled.append(sorted(set(log.read_text().splitlines())))
-        used = run(venv, "-c", USE, PWD=str(sources))
+        done = run(sys.executable, "-m", "pip", "--python", venv, *install, **environment)
+        assert done.returncode == 0, done.stdout + done.stderr
+        compiled.append(sorted(log.read_text().splitlines()))
+        used = run(venv, "-c", USE, PWD=str(tmp_path))
         assert used.stdout.split() == [step, step, "True"], used.stderr
     assert compiled[0]
     assert compiled[1] == compiled[0]
+    assert not compiled[2]  # the same torch again: what was compiled for it is used

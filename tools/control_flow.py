@@ -110,6 +110,12 @@ def _split(text: str) -> list[str]:
     return [part.strip() for part in parts if part.strip()]
 
 
+def _size(kind: str) -> int:
+    """Bytes of a scalar, or of an array of them, as in ``[8 x i8]``."""
+    array = re.fullmatch(r"\[(\d+) x (\w+)\]", kind)
+    return int(array[1]) * _BYTES[array[2]] if array else _BYTES[kind]
+
+
 def _bits(kind: str) -> int:
     if kind.startswith("ptr"):
         return 64
@@ -193,7 +199,7 @@ def _compile(text: str) -> Compute:
         return lambda t, v: a(t, v) if chosen(t, v) else b(t, v)
     if operation == "getelementptr":
         element, pointer, index = _split(rest)
-        (_, base), (_, offset), size = _typed(pointer), _typed(index), _BYTES[element]
+        (_, base), (_, offset), size = _typed(pointer), _typed(index), _size(element)
         return lambda t, v: base(t, v) + size * offset(t, v)
     if operation == "load":
         kind, pointer = _split(rest)[:2]

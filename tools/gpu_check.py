@@ -3,11 +3,11 @@
     python tools/gpu_check.py --out gpu_check.md          all targets
     python tools/gpu_check.py --targets sm_90 gfx942      some
 
-For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, every
-operand of a TF32 product rounded where it is stored, the matrix instruction where the precision promises one, and as
-many of them as the plan has multiply-adds: the machine code has the same matrix instructions as the compiler's last
-LLVM IR, and the control flow of that is executed for all work items of sample plans. Exits non-zero if anything is
-wrong. This shows what the GPU would run, not how fast. Takes about five minutes on two cores.
+For each kernel: no stack, no local (spilled) loads or stores, shared memory within the architecture's limit, what BARS
+asks for, every operand of a TF32 product rounded where it is stored, the matrix instruction where the precision
+promises one, and as many of them as the plan has multiply-adds: the machine code has the same matrix instructions as
+the compiler's last LLVM IR, and the control flow of that is executed for all work items of sample plans. Exits non-zero
+if anything is wrong. This shows what the GPU would run, not how fast. Takes about four minutes on two cores.
 """
 
 from __future__ import annotations
@@ -98,15 +98,31 @@ TARGETS = {
 
 _POINTERS = {
     "table": "*i64", "constants": "*fp32", "tiles": "*i32", "weights": "*i64", "workspace": "*u8", "partials": "*fp32",
-    "grads": "*u8", "losses": "*fp32", "arrivals": "*i32",
+    "grads": "*u8", "losses": "*fp32", "arrivals": "*i32", "targets": "*i64", "factors": "*fp64",
 }  # fmt: skip
+_NUMBERS = {"factor": "fp32"}
 
 
-#: What the machine code for NVIDIA must keep to, beside being right: the most instructions of the inner loop for each
-#: tap (or plane) of an element, which has CHUNK multiply-adds; and the fewest programs of a staged kernel with 64 x 64
-#: tiles, or without products, that share a multiprocessor by their registers, shared memory and warps.
-MOST_INSTRUCTIONS = {"evaluate": 60, "gather": 45}
-FEWEST_PROGRAMS = 2
+@dataclass(frozen=True)
+class Bar:
+    """What the machine code of a kernel for NVIDIA must keep to, beside being right and without stack or spills."""
+
+    instructions: float | None = (
+        None  # most in the inner loop for CHUNK multiply-adds: a tap, or a plane, of an element
+    )
+    programs: int = 2  # fewest that share a multiprocessor, by registers, shared memory and warps, with 64 x 64 tiles
+    wide: float = 0.0  # smallest share of the bytes copied to shared memory that goes 16 bytes at a time
+
+
+BARS = {
+    "squares": Bar(),
+    "evaluate": Bar(instructions=60),
+    "gram": Bar(wide=0.4),
+    "mix": Bar(instructions=48),
+    "apply": Bar(wide=0.3),
+    "gather": Bar(instructions=45),
+    "single": Bar(programs=1, wide=0.3),
+}
 
 
 @dataclass(frozen=True)
@@ -117,6 +133,7 @@ class Job:
     precision: str
     config: Config
     target: str
+    adds: bool = False  # to gradients that are there
 
     @property
     def options(self) -> dict[str, int]:
@@ -129,7 +146,7 @@ class Job:
 
     @property
     def constants(self) -> dict[str, object]:
-        return kernel_constants(self.kernel, self.precision, self.config)
+        return kernel_constants(self.kernel, self.precision, self.config, self.adds)
 
     @property
     def function(self) -> triton.JITFunction:
@@ -171,7 +188,7 @@ class Outcome:
     roundings: int = 0  # to TF32, in PTX
     matrix: Counter[str] = field(default_factory=Counter)
     multiply_adds: int = 0  # executed by matrix instructions for the sample plans
-    wide_loads: int = 0
+    wide: float = 0.0  # share of the bytes copied to shared memory that goes 16 bytes at a time
     problems: list[str] = field(default_factory=list)
 
 
@@ -186,6 +203,8 @@ def jobs(targets: Sequence[str]) -> Iterator[Job]:
                 yield Job("apply", precision, config, target)
         default = shipped["ieee"][0]
         yield from (Job(kernel, "ieee", default, target) for kernel in ("squares", "evaluate", "mix", "gather"))
+        yield Job("gather", "ieee", default, target, adds=True)
+        yield from (Job("apply", precision, configs[0], target, adds=True) for precision, configs in shipped.items())
         yield Job("evaluate", "bf16", default, target)
         if "tf32" in shipped:
             yield from (Job(kernel, "tf32", default, target) for kernel in ("evaluate", "mix"))
@@ -195,7 +214,7 @@ def compile_job(job: Job) -> triton.compiler.CompiledKernel:
     constants = job.constants
     signature, attributes = {}, {}
     for index, name in enumerate(job.function.arg_names):
-        signature[name] = "constexpr" if name in constants else _POINTERS.get(name, "i32")
+        signature[name] = "constexpr" if name in constants else (_POINTERS | _NUMBERS).get(name, "i32")
         if name in _POINTERS:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)
@@ -211,7 +230,7 @@ def check(job: Job) -> Outcome:
     outcome = Outcome(
         job, perf_counter() - start, shared=compiled.metadata.shared, tensor_columns=tensor_columns(compiled)
     )
-    target = TARGETS[job.target]
+    target, bar = TARGETS[job.target], BARS[job.kernel]
     (_read_nvidia if target.is_nvidia else _read_amd)(outcome, compiled, target)
     if target.is_nvidia:
         outcome.programs = programs_per_multiprocessor(
@@ -224,13 +243,14 @@ def check(job: Job) -> Outcome:
         )
         if not outcome.programs:
             outcome.problems.append("not one program fits on a multiprocessor")
-        elif job.config.tile <= 64 and job.kernel != "single" and outcome.programs < FEWEST_PROGRAMS:
-            outcome.problems.append(f"{outcome.programs} programs fit on a multiprocessor, wanted {FEWEST_PROGRAMS}")
-        most = MOST_INSTRUCTIONS.get(job.kernel)
-        if most is not None and not 0 < outcome.instructions <= most:
-            outcome.problems.append(f"{outcome.instructions:.0f} instructions per tap, at most {most} are wanted")
-        if job.kernel in ("gram", "apply") and not outcome.wide_loads:
-            outcome.problems.append("nothing is copied 16 bytes at a time")
+        elif job.config.tile <= 64 and outcome.programs < bar.programs:
+            outcome.problems.append(f"{outcome.programs} programs fit on a multiprocessor, wanted {bar.programs}")
+        if bar.instructions is not None and not 0 < outcome.instructions <= bar.instructions:
+            outcome.problems.append(
+                f"{outcome.instructions:.0f} instructions per tap, at most {bar.instructions} are wanted"
+            )
+        if outcome.wide < bar.wide:
+            outcome.problems.append(f"{outcome.wide:.0%} copied 16 bytes at a time, at least {bar.wide:.0%} are wanted")
     if outcome.stack:
         outcome.problems.append(f"{outcome.stack} bytes of stack")
     if outcome.spills:
@@ -362,13 +382,26 @@ def _read_nvidia(outcome: Outcome, compiled: triton.compiler.CompiledKernel, tar
     instructions = Counter(_INSTRUCTION.findall(sass))
     outcome.spills = sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL"))
     outcome.matrix = Counter({name: count for name, count in instructions.items() if re.match(target.matrix, name)})
-    outcome.wide_loads = sum(count for name, count in instructions.items() if re.match(r"LDG\S*\.128", name))
-    if outcome.job.kernel in MOST_INSTRUCTIONS:
-        outcome.instructions = instructions_per_tap(sass)
+    outcome.wide = _share_of_wide_copies(instructions)
+    if BARS[outcome.job.kernel].instructions is not None:
+        outcome.instructions = instructions_per_tap(sass, worst=outcome.job.kernel == "mix")
 
 
-def instructions_per_tap(sass: str) -> float:
-    """Of the inner loop with multiply-adds that has fewest other instructions, per CHUNK of them; 0 without any."""
+def _share_of_wide_copies(instructions: Counter[str]) -> float:
+    """Of the bytes that the code copies from global to shared memory; 0 if it copies none."""
+    copied: Counter[int] = Counter()
+    for name, count in instructions.items():
+        if name.startswith("LDGSTS"):
+            bits = next((int(part) for part in name.split(".") if part in ("64", "128")), 32)
+            copied[bits] += count * bits
+    return copied[128] / copied.total() if copied else 0.0
+
+
+def instructions_per_tap(sass: str, worst: bool = False) -> float:
+    """Of an inner loop, per CHUNK multiply-adds in it: of the one with fewest, or most; 0 without any.
+
+    evaluate and gather have loops of other kinds, which copy; mix has one for each of MIX_SIZES and direction.
+    """
     code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)]
     found = []
     for end, text in code:
@@ -377,7 +410,7 @@ def instructions_per_tap(sass: str) -> float:
             body = [line for address, line in code if int(jump[1], 16) <= address <= end]
             chunks = sum(2 if "FFMA2" in line else "FFMA" in line for line in body) / fields.CHUNK.value
             found += [len(body) / chunks] if chunks >= 1 else []
-    return min(found, default=0.0)
+    return (max if worst else min)(found, default=0.0)
 
 
 def _read_amd(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target: Target) -> None:
@@ -389,7 +422,6 @@ def _read_amd(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target
     outcome.spills = numbers.get("vgpr_spill_count", 0)
     outcome.scalar_spills = numbers.get("sgpr_spill_count", 0)
     outcome.matrix = Counter(re.findall(rf"^\s+({target.matrix})", text, re.M))
-    outcome.wide_loads = len(re.findall(r"^\s+(?:global|buffer)_load_dwordx4", text, re.M))
 
 
 def _run(tool: str, *arguments: str) -> str:
@@ -404,9 +436,9 @@ def row(outcome: Outcome) -> str:
     return (
         f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
         f"| {outcome.stack} | {outcome.spills} | {outcome.scalar_spills} | {outcome.shared} "
-        f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {outcome.instructions or '-'} "
+        f"| {outcome.tensor_columns or '-'} | {outcome.programs or '-'} | {round(outcome.instructions, 1) or '-'} "
         f"| {outcome.roundings or '-'} | {matrix} "
-        f"| {outcome.multiply_adds or '-'} | {outcome.wide_loads} | {outcome.seconds:.1f} "
+        f"| {outcome.multiply_adds or '-'} | {f'{outcome.wide:.0%}' if outcome.wide else '-'} | {outcome.seconds:.1f} "
         f"| {'; '.join(outcome.problems) or 'ok'} |"
     )
 
@@ -435,7 +467,7 @@ def table(outcomes: Sequence[Outcome]) -> str:
         "",
         "| target | kernel | precision | tile | warps | registers | stack | spills | scalar spills "
         "| shared | tensor columns | programs | instructions per tap | roundings "
-        "| matrix instructions | multiply-adds | 16-byte loads | seconds | |",
+        "| matrix instructions | multiply-adds | 16-byte copies | seconds | |",
         "|" + "---|" * 19,
     ]
     lines += map(row, outcomes)

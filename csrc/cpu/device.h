@@ -1,8 +1,6 @@
 // The CPU as a device of the pipeline: elementwise stages on threads, products by the BLAS.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <numeric>
 #include <vector>
 
@@ -23,11 +21,12 @@ class Device {
   static constexpr int64_t kCopiedBytes = 0;  // a call of the BLAS costs less than a copy
 
   Device(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, const at::Tensor& tables,
-         const at::Tensor& constants)
+         const at::Tensor& constants, const Epilogue& epilogue)
       : plan_(plan),
         weights_(weights),
-        grads_(grads),
+        grads_(grads, !epilogue.targets.empty()),
         targets_(plan.target, weights_.view(), static_cast<int64_t>(weights.size()), plan.groups, weights[0].size(1)),
+        factors_(epilogue, plan.groups),
         blocks_(blocks_of<T>(plan, tables, constants)),
         losses_(weights.size(), 0.0) {}
 
@@ -53,17 +52,18 @@ class Device {
     for (int64_t group = 0; group < x.groups; ++group) {
       double& loss = losses_[(x.first_group + group) / plan_.groups];
       const Target<T> target = targets_.view().at(x.first_group + group);
+      const Wanted<T> wanted{with_grad, factors_.view().at(x.first_group + group, target)};
       if (plan_.diagonal()) {
         loss += ordered_sum(plan_.outputs * x.side, grain(2 * x.side), [&](int64_t item) {
           const int64_t output = item / x.side;
           T* matrix = x.data + (output * x.groups + group) * x.side * x.side;
-          return stage.diagonal_row(matrix, x.side, output, item % x.side, target, with_grad);
+          return stage.diagonal_row(matrix, x.side, output, item % x.side, target, wanted);
         });
         continue;
       }
       std::vector<double> partial(pairs);
-      at::parallel_for(0, pairs, grain(mix_work()), [&](int64_t begin, int64_t end) {
-        stage.tiles(x, blocks_, 2 * plan_.lags - 1, group, target, with_grad, begin, end, partial.data());
+      share_items(pairs, grain(mix_work()), [&](int64_t begin, int64_t end) {
+        stage.tiles(x, blocks_, 2 * plan_.lags - 1, group, target, wanted, begin, end, partial.data());
       });
       loss += std::accumulate(partial.begin(), partial.end(), 0.0);
     }
@@ -100,13 +100,14 @@ class Device {
     for (const BlockView<T>& view : blocks_) work += view.block->residues * grid_work(view.evaluation);
     const Strips strips(window, most_residues(blocks_));
     work *= std::min(kStrip, (strips.rows * window.channels() + kLanes - 1) / kLanes * kLanes);  // idle lanes cost too
-    at::parallel_for(0, strips.count(window), grain(work), stage);
+    share_items(strips.count(window), grain(work), stage);
   }
 
   const LoweredPlan& plan_;
   const Stacked<const S> weights_;
   const Stacked<S> grads_;
   const GroupTargets<S, T> targets_;
+  const GroupFactors<T> factors_;
   const std::vector<BlockView<T>> blocks_;
   std::vector<double> losses_;
 };

@@ -1,11 +1,13 @@
-// The ops of the CPU: plans on panels, through the pipeline, and of small groups.
-#include <ATen/record_function.h>
+// The ops of the CPU: plans on panels, through the pipeline, of small groups, and by Fourier.
 #include <torch/library.h>
 
 #include <algorithm>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "device.h"
+#include "fourier.h"
 #include "panels.h"
 
 namespace ocnn_fused::cpu {
@@ -13,88 +15,182 @@ namespace {
 
 // Problems on panels are worked on together up to this much memory: it should fit the cores' own caches.
 constexpr int64_t kProblemBytes = int64_t{2} << 20;
+// Multiply-adds of gram per lane of a vector below which another thread does not pay.
+constexpr int64_t kLaneProducts = int64_t{1} << 17;
+// Steps of a contraction from which on it pays to cut a thread's share of apply into pieces.
+constexpr int64_t kApplySteps = 64;
+
+// All stages of some problems on panels, for as many threads as there are jobs.
+template <typename S, typename T>
+class PanelWork {
+ public:
+  PanelWork(const PanelJob<S, T>& job, int64_t problems, int64_t threads)
+      : stages_(panel_stages<S, T>()),
+        threads_(threads),
+        bytes_(job.elements * static_cast<int64_t>(sizeof(T))),
+        pairs_(job.panels * (job.panels + 1) / 2),
+        partial_(problems * pairs_) {
+    // Small problems stay whole, each on one thread, and every thread gets equally many. All threads share the others.
+    const int64_t whole = threads == 1 || threads * bytes_ <= kProblemBytes ? problems / threads * threads : 0;
+    const int64_t rest = problems - whole,
+                  at_once = std::clamp<int64_t>(kProblemBytes / bytes_, 1, std::max<int64_t>(1, rest));
+    const int64_t shared = (rest + at_once - 1) / at_once;
+    memory_ = workspace_of_thread(std::max(whole > 0 ? threads : 0, rest > 0 ? at_once : 0) * bytes_);
+    jobs_.reserve(threads + shared);
+    for (int64_t thread = 0; whole > 0 && thread < threads; ++thread) add_job(job, 0, 1, thread);
+    if (whole > 0) {
+      phases_.push_back({nullptr, whole, [this](int64_t problem, int64_t thread) {
+                           PanelJob<S, T>& own = jobs_[thread];
+                           own.first_problem = problem;
+                           std::vector<Phase> phases;
+                           add_phases(phases, own, 1);
+                           share(phases, 1);
+                         }});
+    }
+    for (int64_t first = whole; first < problems; first += at_once) {
+      add_phases(phases_, add_job(job, first, std::min(at_once, problems - first), 0), threads);
+    }
+  }
+
+  void execute() const { share(phases_, threads_); }
+
+  double loss(int64_t problem) const {
+    return std::accumulate(partial_.begin() + problem * pairs_, partial_.begin() + (problem + 1) * pairs_, 0.0);
+  }
+
+ private:
+  PanelJob<S, T>& add_job(const PanelJob<S, T>& job, int64_t first_problem, int64_t problems, int64_t place) {
+    PanelJob<S, T>& added = jobs_.emplace_back(job);
+    added.first_problem = first_problem;
+    added.problems = problems;
+    added.memory = reinterpret_cast<T*>(static_cast<char*>(memory_.data_ptr()) + place * bytes_);
+    return added;
+  }
+
+  void add_phases(std::vector<Phase>& phases, const PanelJob<S, T>& job, int64_t threads) {
+    const int64_t finer = threads == 1 ? 1 : std::clamp<int64_t>(job.length / (threads * kApplySteps), 1, 4);
+    const auto add = [&](const char* name, int64_t items, int64_t pieces, const auto& stage) {
+      phases.push_back(even_phase(name, job.problems * items, pieces, stage));
+    };
+    add("ocnn_fused::load", job.panels, threads, [&](int64_t begin, int64_t end) { stages_.load(job, begin, end); });
+    phases.push_back(gram_phase(job, threads));
+    add("ocnn_fused::mix", pairs_, finer * threads, [&, this](int64_t begin, int64_t end) {
+      stages_.mix(job, begin, end, partial_.data() + job.first_problem * pairs_);
+    });
+    if (!job.with_grad()) return;
+    add("ocnn_fused::evaluate+apply+gather", job.length, finer * threads,
+        [&](int64_t begin, int64_t end) { stages_.apply(job, begin, end); });
+  }
+
+  // Cut evenly and where slices end, because every piece makes the planes of the slices that it has part in.
+  Phase gram_phase(const PanelJob<S, T>& job, int64_t threads) {
+    const int64_t items = job.problems * job.gram_items;
+    std::vector<int64_t> cuts{0};
+    for (int64_t problem = 0; threads > 1 && problem < job.problems; ++problem) {
+      for (const Slice& slice : job.slices) cuts.push_back(cuts.back() + slice.items(job.panels));
+    }
+    for (int64_t thread = 0; thread < threads; ++thread) cuts.push_back((thread + 1) * items / threads);
+    std::sort(cuts.begin(), cuts.end());
+    cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
+    const int64_t pieces = static_cast<int64_t>(cuts.size()) - 1;
+    return {"ocnn_fused::evaluate+gram", pieces, [this, &job, cuts = std::move(cuts)](int64_t piece, int64_t) {
+              stages_.gram(job, cuts[piece], cuts[piece + 1]);
+            }};
+  }
+
+  const PanelStages<S, T>& stages_;
+  const int64_t threads_, bytes_, pairs_;
+  at::Tensor memory_;
+  std::vector<PanelJob<S, T>> jobs_;  // of each thread, if problems stay whole, then those that all share
+  std::vector<Phase> phases_;
+  std::vector<double> partial_;  // losses of all problems, one per pair of panels
+};
 
 // One loss per weight.
 template <typename S, typename T>
 std::vector<double> execute_panels(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads,
-                                   const std::vector<BlockView<T>>& blocks) {
-  const PanelStages<S, T>& stages = panel_stages<S, T>();
+                                   const std::vector<BlockView<T>>& blocks, const Epilogue& epilogue) {
   const Stacked<const S> stacked(weights);
-  const Stacked<S> stacked_grads(grads);
+  const Stacked<S> stacked_grads(grads, !epilogue.targets.empty());
   const int64_t count = static_cast<int64_t>(weights.size()), channels = weights[0].size(1);
   const GroupTargets<S, T> targets(plan.target, stacked.view(), count, plan.groups, channels);
-  PanelJob<S, T> job(plan, blocks, stacked.view(), stacked_grads.view(), targets.view(), channels, stages.width);
-  const int64_t problems = count * plan.groups, bytes = job.elements * sizeof(T);
-  const int64_t at_once = std::clamp<int64_t>(kProblemBytes / bytes, 1, problems);
-  const at::Tensor memory = workspace_of_thread(at_once * bytes);
-  job.memory = static_cast<T*>(memory.data_ptr());
-  std::vector<double> losses(weights.size(), 0.0), partial;
-  const int64_t pairs = job.panels * (job.panels + 1) / 2;
-  for (job.first_problem = 0; job.first_problem < problems; job.first_problem += at_once) {
-    job.problems = std::min(at_once, problems - job.first_problem);
-    const bool alone = job.problems * job.gram_items * stages.width * job.side * job.length < kThreadWork;
-    const auto parallel = [&](const char* name, int64_t items, const auto& stage, auto... more) {
-      RECORD_FUNCTION(name, {});
-      const int64_t all = job.problems * items;
-      at::parallel_for(0, all, alone ? all : 1, [&](int64_t begin, int64_t end) { stage(job, begin, end, more...); });
-    };
-    partial.assign(job.problems * pairs, 0.0);
-    parallel("ocnn_fused::load", job.panels, stages.load);
-    parallel("ocnn_fused::evaluate+gram", job.gram_items, stages.gram);
-    parallel("ocnn_fused::mix", pairs, stages.mix, partial.data());
-    for (int64_t p = 0; p < job.problems; ++p) {
-      losses[(job.first_problem + p) / plan.groups] +=
-          std::accumulate(partial.begin() + p * pairs, partial.begin() + (p + 1) * pairs, 0.0);
-    }
-    if (job.with_grad()) parallel("ocnn_fused::evaluate+apply+gather", job.length, stages.apply);
-  }
+  const GroupFactors<T> factors(epilogue, plan.groups);
+  const int64_t width = panel_stages<S, T>().width, problems = count * plan.groups;
+  const PanelJob<S, T> job(plan, blocks, stacked.view(), stacked_grads.view(), targets.view(), factors.view(), channels,
+                           width);
+  const int64_t products = problems * job.gram_items * width * job.side * job.length;  // multiply-adds of gram
+  const double seconds = 3 * static_cast<double>(products) / kProductRate;             // apply has twice as many
+  PanelWork<S, T> work(job, problems, products < kLaneProducts * width ? 1 : threads_for(seconds));
+  work.execute();
+  std::vector<double> losses(weights.size(), 0.0);
+  for (int64_t problem = 0; problem < problems; ++problem) losses[problem / plan.groups] += work.loss(problem);
   for (int64_t w = 0; w < count; ++w) losses[w] += targets.constant(w, plan.offset);
   return losses;
 }
 
 LossesAndGrads execute_plan(at::TensorList weights, const LoweredPlan& plan, const at::Tensor& tables,
-                            const at::Tensor& constants, bool with_grad) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
+                            const at::Tensor& constants, bool with_grad, const Epilogue& epilogue) {
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
   dispatch(weights[0], [&]<typename S, typename T>() {
     std::vector<double> values;
     const int64_t rows = weights[0].size(0) / plan.groups, channels = weights[0].size(1);
     if (fits_panels(panel_stages<S, T>(), plan, rows, channels, at::get_num_threads())) {
-      values = execute_panels<S, T>(plan, weights, grads, blocks_of<T>(plan, tables, constants));
+      values = execute_panels<S, T>(plan, weights, grads, blocks_of<T>(plan, tables, constants), epilogue);
     } else {
-      Device<S, T> device(plan, weights, grads, tables, constants);
-      Pipeline<S, T, Device<S, T>>(device, plan, weights, grads).execute();
+      Device<S, T> device(plan, weights, grads, tables, constants, epilogue);
+      Pipeline<S, T, Device<S, T>>(device, plan, weights, grads, !epilogue.targets.empty()).execute();
       values = device.losses();
     }
     for (size_t w = 0; w < weights.size(); ++w) losses.push_back(loss_tensor(values[w], weights[w]));
   });
+  if (!epilogue.targets.empty()) grads.clear();
   return {std::move(losses), std::move(grads)};
 }
 
-LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad) {
+LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad,
+                             const Epilogue& epilogue) {
   const int64_t* numbers = tables.const_data_ptr<int64_t>();
   const TapPairs pairs{numbers + plan.left, numbers + plan.right, numbers + plan.lag_begin, plan.lags};
   const int64_t groups = plan.groups;
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, groups, with_grad);
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, groups, with_grad, epilogue);
   const int64_t rows = weights[0].size(0) / groups, channels = weights[0].size(1);
   const int64_t work = 3 * kLanes * rows * rows * channels * plan.pairs;
   dispatch(weights[0], [&]<typename S, typename T>() {
+    const GroupFactors<T> factors(epilogue, groups);
+    struct Layer {
+      Stacked<const S> weight;
+      Stacked<S> grad;
+      GroupTargets<S, T> targets;
+    };
+    std::vector<Layer> layers;
     for (size_t w = 0; w < weights.size(); ++w) {
-      const Stacked<const S> weight(weights.slice(w, 1));
-      const Stacked<S> grad(at::TensorList(grads).slice(with_grad ? w : 0, with_grad ? 1 : 0));
-      const GroupTargets<S, T> targets(plan.target, weight.view(), 1, groups, channels);
-      const double loss = ordered_sum((groups + kLanes - 1) / kLanes, grain(work), [&](int64_t item) {
-        return weight_stages<S, T>().small(weight.view(), grad.view(), pairs, targets.view(), groups, rows, channels,
-                                           item);
-      });
-      losses.push_back(loss_tensor(loss, weights[w]));
+      Stacked<const S> weight(weights.slice(w, 1));
+      Stacked<S> grad(at::TensorList(grads).slice(with_grad ? w : 0, with_grad ? 1 : 0), !epilogue.targets.empty());
+      GroupTargets<S, T> targets(plan.target, weight.view(), 1, groups, channels);
+      layers.push_back({std::move(weight), std::move(grad), std::move(targets)});
+    }
+    const int64_t items = (groups + kLanes - 1) / kLanes, count = static_cast<int64_t>(layers.size());
+    const std::vector<double> partial = each_item(count * items, grain(work), [&](int64_t i) {
+      const Layer& layer = layers[i / items];
+      return weight_stages<S, T>().small(layer.weight.view(), layer.grad.view(), pairs, layer.targets.view(),
+                                         factors.view().from(i / items), groups, rows, channels, i % items);
+    });
+    for (int64_t w = 0; w < count; ++w) {
+      const auto first = partial.begin() + w * items;
+      losses.push_back(loss_tensor(std::accumulate(first, first + items, 0.0), weights[w]));
     }
   });
+  if (!epilogue.targets.empty()) grads.clear();
   return {std::move(losses), std::move(grads)};
 }
 
-LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad) {
-  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad)
-                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad);
+LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad,
+                       const std::optional<at::Tensor>& factors, at::IntArrayRef places, double factor, bool per_target,
+                       at::TensorList targets) {
+  const Epilogue epilogue{factors, places, factor, per_target, targets};
+  if (plan->fourier) return execute_fourier(weights, *plan->fourier, plan->constants, with_grad, epilogue);
+  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad, epilogue)
+                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad, epilogue);
 }
 
 }  // namespace

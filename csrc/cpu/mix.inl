@@ -87,7 +87,7 @@ class Mixer {
   std::vector<T*> y;
 
   // Returns the sum of squares of the residual.
-  double mix(int64_t lanes, const Diagonal& diagonal, const Target<T>& target, bool with_grad) {
+  double mix(int64_t lanes, const Diagonal& diagonal, const Target<T>& target, const Wanted<T>& wanted) {
     const T* const* next = x.data();
     for (const BlockView<T>& view : blocks_) {
       const bool first = &view == blocks_.data();  // it has all lags, the others add to them
@@ -105,8 +105,8 @@ class Mixer {
       T& of_lag_0 = lag_row(all_lags_ / 2)[entry];
       of_lag_0 = target.residual(of_lag_0);
     }
-    const double loss = square_residual(lanes, with_grad);
-    if (!with_grad) return loss;
+    const double loss = square_residual(lanes, wanted);
+    if (!wanted.grad) return loss;
     std::fill_n(lag_row(-1), lanes, T(0));
     T* const* next_y = y.data();
     for (const BlockView<T>& view : blocks_) {
@@ -118,17 +118,18 @@ class Mixer {
   }
 
  private:
-  // With a gradient: scales the residual by 4 on the way, as the adjoint wants it.
-  double square_residual(int64_t lanes, bool with_grad) {
+  // With a gradient: scales the residual by 4 on the way, as the adjoint wants it, and by what is asked for.
+  double square_residual(int64_t lanes, const Wanted<T>& wanted) {
     using V = typename Vector<T>::type;
     constexpr int64_t width = Vector<T>::width;
     V squares{};
+    const T factor = 4 * wanted.factor;
     for (int64_t t = 0; t < all_lags_; ++t) {
       T* row = lag_row(t);
       for (int64_t l = 0; l < lanes; l += width) {
         const V value = load(row + l);
         squares += value * value;
-        if (with_grad) store(value * T(4), row + l);
+        if (wanted.grad) store(value * factor, row + l);
       }
     }
     double loss = 0;
@@ -175,7 +176,7 @@ inline void each_tile_pair(int64_t side, int64_t begin, int64_t end, const F& vi
 
 template <typename T>
 void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int64_t all_lags, int64_t group,
-               const Target<T>& target, bool with_grad, int64_t begin, int64_t end, double* losses) {
+               const Target<T>& target, const Wanted<T>& wanted, int64_t begin, int64_t end, double* losses) {
   Mixer<T> mixer(blocks, all_lags, kTileArea);
   const int64_t count = static_cast<int64_t>(mixer.outputs.size());
   const int64_t side = x.side, tiles = (side + kTile - 1) / kTile;
@@ -195,12 +196,12 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
     double loss = 0;
     for (int64_t strip = 0; strip < kTileArea; strip += kStrip) {
       for (int64_t g = 0; g < count; ++g) mixer.x[g] = mixer.y[g] = mixer.copy(g) + strip;
-      loss += mixer.mix(kStrip, {strip, kTile, on_diagonal ? height : 0}, target, with_grad);
+      loss += mixer.mix(kStrip, {strip, kTile, on_diagonal ? height : 0}, target, wanted);
     }
     // A tile stands for its mirror image too, where lag t is what lag -t is here.
     losses[item] = (on_diagonal ? 1 : 2) * loss;
 
-    for (int64_t g = 0; with_grad && g < count; ++g) {
+    for (int64_t g = 0; wanted.grad && g < count; ++g) {
       const auto [o, kind] = mixer.outputs[g];
       if (kind != OutputKind::kTransposed) store_tile(mixer.copy(g), false, tile(o));
       if (kind != OutputKind::kStored && !on_diagonal) store_tile(mixer.copy(g), true, mirror(o));
@@ -209,7 +210,7 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
 }
 
 template <typename T>
-double diagonal_row(T* x, int64_t side, int64_t output, int64_t row, const Target<T>& target, bool with_grad) {
+double diagonal_row(T* x, int64_t side, int64_t output, int64_t row, const Target<T>& target, const Wanted<T>& wanted) {
   T* r = x + row * side;
   if (output == 0) r[row] = target.residual(r[row]);
   T squares[kLanes] = {};
@@ -220,8 +221,9 @@ double diagonal_row(T* x, int64_t side, int64_t output, int64_t row, const Targe
   double loss = 0;
   for (; j < side; ++j) loss += static_cast<double>(r[j]) * r[j];
   for (int64_t l = 0; l < kLanes; ++l) loss += squares[l];
-  if (with_grad) {
-    for (j = 0; j < side; ++j) r[j] *= T(4);
+  if (wanted.grad) {
+    const T factor = 4 * wanted.factor;
+    for (j = 0; j < side; ++j) r[j] *= factor;
   }
   return output == 0 ? loss : 2 * loss;
 }

@@ -15,6 +15,7 @@ void panel_mix(const PanelJob<S, T>& job, int64_t begin, int64_t end, double* lo
   for (int64_t problem = begin / pairs; problem * pairs < end; ++problem) {
     const int64_t first = problem * pairs;
     const Target<T> target = job.targets.at(job.first_problem + problem);
+    const Wanted<T> wanted{job.with_grad(), job.factors.at(job.first_problem + problem, target)};
     const auto mix_pair = [&](int64_t item, int64_t i, int64_t j) {
       const int64_t here = (j * panels + i) * area, there = (i * panels + j) * area;
       const bool on_diagonal = i == j;
@@ -32,7 +33,7 @@ void panel_mix(const PanelJob<S, T>& job, int64_t begin, int64_t end, double* lo
           mixer.y[g] = is_transposed && job.with_grad() ? job.transposed(problem, o) + here + strip : tile;
         }
         const Diagonal diagonal{strip, width, on_diagonal ? std::min(width, job.side - i * width) : 0};
-        loss += mixer.mix(lanes, diagonal, target, job.with_grad());
+        loss += mixer.mix(lanes, diagonal, target, wanted);
       }
       losses[first + item] = (on_diagonal ? 1 : 2) * loss;
       for (int64_t g = 0; job.with_grad() && !on_diagonal && g < count; ++g) {

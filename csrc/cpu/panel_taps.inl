@@ -17,22 +17,26 @@ inline void move_panel(const Job& job, const WeightView<S>& weight, int64_t prob
     if (is_transposable && lanes == width && entries >= width) {
       S* rows[width];
       for (int64_t l = 0; l < width; ++l) rows[l] = entry(l, 0);
-      return each_cover<width>(entries, [&](int64_t q) {
+      const int64_t done = each_square<width>(entries, weight.adds, [&](int64_t q, auto adds) {
         int64_t n = q / taps, u = q % taps;
         const auto next_row = [&](int64_t) {
           T* const here = row(n, u);
           if (++u == taps) u = 0, ++n;
           return here;
         };
-        transpose_square<Vector<T>, std::is_const_v<S>>([&](int64_t l) { return rows[l] + q; }, next_row);
+        move_square<Vector<T>, std::is_const_v<S>, adds>([&](int64_t l) { return rows[l] + q; }, next_row);
       });
+      for (int64_t q = done; q < entries; ++q) {
+        for (int64_t l = 0; l < width; ++l) move_lane(rows[l][q], row(q / taps, q % taps)[l], true);
+      }
+      return;
     }
   }
   for (int64_t n = 0; n < count; ++n) {
     if (job.column) move_taps<T>(weight, entry(0, n), lanes, [&](int64_t u) { return row(n, u); });
     for (int64_t l = 0; !job.column && l < lanes; ++l) {
       S* const own = entry(l, n);
-      for (int64_t u = 0; u < taps; ++u) move_lane(own[weight.tap_offsets[u]], row(n, u)[l]);
+      for (int64_t u = 0; u < taps; ++u) move_lane(own[weight.tap_offsets[u]], row(n, u)[l], weight.adds);
     }
     for (int64_t u = 0; std::is_const_v<S> && lanes < width && u < taps; ++u) {
       std::fill(row(n, u) + lanes, row(n, u) + width, T(0));

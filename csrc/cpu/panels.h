@@ -17,9 +17,6 @@ namespace ocnn_fused::cpu {
 
 // Sides of Gram matrices up to which panels are always better than a BLAS.
 constexpr int64_t kMiddlingSide = 256;
-// Longest side that panels take where vectors have 64 bytes: above it nobody has measured who is faster. Shorter
-// vectors have no such limit.
-constexpr int64_t kWidestSideOfLongVectors = 256;
 // In gram every thread makes the planes that it multiplies. If many threads share few products that is more work and
 // memory than a BLAS takes: sides above the middling are then left to it.
 constexpr int64_t kFewThreads = 8;
@@ -88,10 +85,12 @@ inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLan
 template <typename S, typename T>
 struct PanelJob {
   PanelJob(const LoweredPlan& plan, const std::vector<BlockView<T>>& blocks, const WeightView<const S>& weight,
-           const WeightView<S>& grad, const Targets<T>& targets, int64_t channels, int64_t width)
+           const WeightView<S>& grad, const Targets<T>& targets, const Factors<T>& factors, int64_t channels,
+           int64_t width)
       : weight(weight),
         grad(grad),
         targets(targets),
+        factors(factors),
         blocks(blocks),
         slices(slices_of(blocks)),
         all_lags(2 * plan.lags - 1),
@@ -124,6 +123,7 @@ struct PanelJob {
   const WeightView<const S> weight;
   const WeightView<S> grad;  // no data: no gradient is wanted
   const Targets<T> targets;
+  const Factors<T> factors;
   const std::vector<BlockView<T>>& blocks;
   const std::vector<Slice> slices;
   const int64_t all_lags;
@@ -142,8 +142,7 @@ struct PanelJob {
 // Work is given as ranges of items, for callers to split over threads: those of all problems, one after the other.
 template <typename S, typename T>
 struct PanelStages {
-  int64_t width = 0;        // of a panel
-  int64_t widest_side = 0;  // of the Gram matrices; 0: this machine has no such stages
+  int64_t width = 0;  // of a panel; 0: this machine has no such stages
   // The weight's taps in panels; items: panels.
   void (*load)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
   // Planes V and X of all products; items: see SliceProduct.
@@ -161,14 +160,14 @@ const PanelStages<S, T>& panel_stages();
 template <typename S, typename T>
 bool fits_panels(const PanelStages<S, T>& stages, const LoweredPlan& plan, int64_t rows, int64_t channels,
                  int64_t threads) {
-  if (!panels_allowed || plan.diagonal() || plan.flat) return false;
+  if (!panels_allowed || stages.width == 0 || plan.diagonal() || plan.flat) return false;
   if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
   for (const PlanBlock& block : plan.blocks) {
     if (block.outputs != block.planes) return false;
   }
   const int64_t side = plan.column ? channels : rows;
   if (2 * side < stages.width) return false;  // most lanes would be idle
-  return side <= stages.widest_side && (side <= kMiddlingSide || threads <= kFewThreads);
+  return side <= kMiddlingSide || threads <= kFewThreads;
 }
 
 }  // namespace ocnn_fused::cpu

@@ -2,7 +2,8 @@
 
 template <typename S, typename T>
 double small(const WeightView<const S>& weight, const WeightView<S>& grad, const TapPairs& pairs,
-             const Targets<T>& targets, int64_t groups, int64_t rows, int64_t channels, int64_t item) {
+             const Targets<T>& targets, const Factors<T>& factors, int64_t groups, int64_t rows, int64_t channels,
+             int64_t item) {
   using V = typename Vector<T>::type;
   constexpr int64_t count = Vector<T>::count;
   const int64_t taps = weight.taps, filter = channels * taps, first = item * kLanes;
@@ -23,6 +24,11 @@ double small(const WeightView<const S>& weight, const WeightView<S>& grad, const
   };
   each_element(weight, [&](const S& value, int64_t index) { k[index] = static_cast<T>(value); });
 
+  T factor[kLanes];
+  for (int64_t l = 0; l < kLanes; ++l) {
+    const int64_t group = std::min(first + l, groups - 1);
+    factor[l] = with_grad ? factors.at(group, targets.at(group)) : T(1);
+  }
   double loss = 0;
   for (int64_t t = 0; t < pairs.lags; ++t) {
     const T weight_of_lag = t == 0 ? 1 : 2;
@@ -41,7 +47,7 @@ double small(const WeightView<const S>& weight, const WeightView<S>& grad, const
         for (int64_t l = 0; l < kLanes; ++l) {
           if (t == 0 && i == j && l < lanes) values[l] = targets.at(first + l).residual(values[l]);
           if (l < lanes) loss += static_cast<double>(weight_of_lag) * values[l] * values[l];
-          values[l] *= 2 * weight_of_lag;
+          values[l] *= 2 * weight_of_lag * factor[l];
         }
         if (!with_grad) continue;
         std::memcpy(residual, values, sizeof(values));
@@ -59,6 +65,6 @@ double small(const WeightView<const S>& weight, const WeightView<S>& grad, const
       }
     }
   }
-  if (with_grad) each_element(grad, [&](S& value, int64_t index) { value = static_cast<S>(dk[index]); });
+  if (with_grad) each_element(grad, [&](S& value, int64_t index) { move_lane(value, dk[index], grad.adds); });
   return loss;
 }

@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <limits>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -25,48 +24,6 @@ bool fills_undefined_memory() {
   return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
 }
 
-namespace baseline {
-#define OCNN_FUSED_VECTOR_BYTES 16
-#include "stages.inl"
-#undef OCNN_FUSED_VECTOR_BYTES
-}  // namespace baseline
-
-#if defined(__x86_64__)
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC target("avx2,fma,f16c")
-#endif
-namespace avx2 {
-#define OCNN_FUSED_VECTOR_BYTES 32
-#include "stages.inl"
-#undef OCNN_FUSED_VECTOR_BYTES
-}  // namespace avx2
-#if defined(__clang__)
-#pragma clang attribute pop
-#pragma clang attribute push(__attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c"))), \
-                             apply_to = function)
-#else
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,fma,f16c")
-#endif
-namespace avx512 {
-#define OCNN_FUSED_VECTOR_BYTES 64
-#include "stages.inl"
-#undef OCNN_FUSED_VECTOR_BYTES
-}  // namespace avx512
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
-#endif
-
-namespace {
-
-// ATen's own answer, so that ATEN_CPU_CAPABILITY=default reaches us too.
 int64_t vector_bytes() {
   static const int64_t answer = [] {
     const std::string capability = at::get_cpu_capability();
@@ -75,16 +32,8 @@ int64_t vector_bytes() {
   return answer;
 }
 
-}  // namespace
-
-#if defined(__x86_64__)
-#define OCNN_FUSED_CHOOSE(table, ...)                  \
-  (vector_bytes() == 64   ? avx512::table<__VA_ARGS__> \
-   : vector_bytes() == 32 ? avx2::table<__VA_ARGS__>   \
-                          : baseline::table<__VA_ARGS__>)
-#else
-#define OCNN_FUSED_CHOOSE(table, ...) baseline::table<__VA_ARGS__>
-#endif
+#define OCNN_FUSED_STAGES "stages.inl"
+#include "instruction_sets.inl"
 
 template <typename S, typename T>
 const WeightStages<S, T>& weight_stages() {

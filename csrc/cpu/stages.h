@@ -23,6 +23,9 @@ constexpr int64_t kTile = kLanes;
 bool fills_undefined_memory();
 constexpr int kUndefinedByte = 0xFF;
 
+// Of the instruction set to use: ATen's own answer, so that ATEN_CPU_CAPABILITY=default reaches us too.
+int64_t vector_bytes();
+
 // Weights K[row, channel, tap] of any strides, stacked: rows count on through all of them. tap_offsets maps a flat tap
 // index to an element offset.
 template <typename S>
@@ -34,6 +37,7 @@ struct WeightView {
   const int64_t* tap_offsets;
   int64_t taps;
   bool dense;  // tap_offsets[u] == u
+  bool adds;   // what is written is added to what is there
   S* row(int64_t i) const { return data[i / rows] + i % rows * row_stride; }
 };
 
@@ -73,6 +77,13 @@ std::vector<GridOutput> grid_outputs(const std::vector<BlockView<T>>& blocks) {
   }
   return all;
 }
+
+// Whether a gradient is wanted, and what it is multiplied by.
+template <typename T>
+struct Wanted {
+  bool grad;
+  T factor;
+};
 
 // Tap pairs of a small plan, sorted by lag; lag 0 comes first.
 struct TapPairs {
@@ -119,18 +130,19 @@ struct WeightStages {
   void (*gather)(const WeightView<S>&, const std::vector<BlockView<T>>&, const std::vector<Planes<T>>&, const Window&,
                  int64_t begin, int64_t end);
   // The whole pass for kLanes groups at once: the `item`-th of them; returns their loss; writes dK if grad.data is set.
+  // `factors`: of the groups' gradients.
   double (*small)(const WeightView<const S>&, const WeightView<S>& grad, const TapPairs&, const Targets<T>&,
-                  int64_t groups, int64_t rows, int64_t channels, int64_t item);
+                  const Factors<T>& factors, int64_t groups, int64_t rows, int64_t channels, int64_t item);
 };
 
 template <typename T>
 struct MixStage {
-  // R = mix(X) - a I and, in place of X, Y = 4 mix^T(R), on tiles [begin, end) of one group's upper triangle of tiles
+  // R = mix(X) - a I and, in place of X, Y = 4 f mix^T(R), on tiles [begin, end) of one group's upper triangle of tiles
   // and their mirror images; writes one loss per tile.
   void (*tiles)(const Outputs<T>&, const std::vector<BlockView<T>>&, int64_t all_lags, int64_t group, const Target<T>&,
-                bool with_grad, int64_t begin, int64_t end, double* losses);
+                const Wanted<T>&, int64_t begin, int64_t end, double* losses);
   // The same where outputs are lags: row `row` of output `output`. Returns its loss.
-  double (*diagonal_row)(T* x, int64_t side, int64_t output, int64_t row, const Target<T>&, bool with_grad);
+  double (*diagonal_row)(T* x, int64_t side, int64_t output, int64_t row, const Target<T>&, const Wanted<T>&);
 };
 
 template <typename S, typename T>

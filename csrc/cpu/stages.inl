@@ -25,8 +25,6 @@ constexpr MixStage<T> kMixStage{mix_tiles<T>, diagonal_row<T>};
 // clang-format on
 
 template <typename S, typename T>
-constexpr PanelStages<S, T> kPanelStages{
-    Vector<T>::width, OCNN_FUSED_VECTOR_BYTES == 64 ? kWidestSideOfLongVectors : std::numeric_limits<int64_t>::max(),
-    panel_load<S, T>, panel_gram<S, T>,
-    panel_mix<S, T>,  panel_apply<S, T>};
+constexpr PanelStages<S, T> kPanelStages{Vector<T>::width, panel_load<S, T>, panel_gram<S, T>, panel_mix<S, T>,
+                                         panel_apply<S, T>};
 #endif

@@ -17,7 +17,7 @@ class GroupTargets {
     if (!view().are_free()) return;
     const int64_t rows = weight.rows / groups;
     std::vector<double> squares(weights * weight.rows);
-    at::parallel_for(0, weights * weight.rows, grain(channels * weight.taps), [&](int64_t begin, int64_t end) {
+    share_items(weights * weight.rows, grain(channels * weight.taps), [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) squares[i] = square_of(weight, i, channels);
     });
     for (auto row = squares.begin(); row != squares.end(); row += rows) {
@@ -37,7 +37,6 @@ class GroupTargets {
     return static_cast<double>(offset) * squares / static_cast<double>(groups_);
   }
 
- private:
   // Squared length of one filter; sums in lanes, which a compiler may keep in vectors.
   static double square_of(const WeightView<const S>& weight, int64_t i, int64_t channels) {
     const bool in_one_piece = weight.dense && weight.channel_stride == weight.taps;
@@ -58,6 +57,7 @@ class GroupTargets {
     return std::accumulate(lanes, lanes + kLanes, 0.0);
   }
 
+ private:
   const double rule_;
   const int64_t groups_;
   std::vector<T> of_groups_;

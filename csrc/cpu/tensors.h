@@ -27,7 +27,7 @@ inline std::vector<int64_t> tap_offsets(const at::Tensor& weight) {
 template <typename S>
 class Stacked {
  public:
-  explicit Stacked(at::TensorList weights) {
+  explicit Stacked(at::TensorList weights, bool adds = false) {
     if (weights.empty()) return;
     const at::Tensor& first = weights[0];
     offsets_ = tap_offsets(first);
@@ -35,7 +35,7 @@ class Stacked {
     const int64_t taps = static_cast<int64_t>(offsets_.size());
     bool dense = true;
     for (int64_t u = 0; u < taps; ++u) dense = dense && offsets_[u] == u;
-    view_ = {data_.data(), first.size(0), first.stride(0), first.stride(1), offsets_.data(), taps, dense};
+    view_ = {data_.data(), first.size(0), first.stride(0), first.stride(1), offsets_.data(), taps, dense, adds};
   }
   const WeightView<S>& view() const { return view_; }
 
@@ -43,6 +43,23 @@ class Stacked {
   std::vector<S*> data_;
   std::vector<int64_t> offsets_;
   WeightView<S> view_{};
+};
+
+// What the gradients of weights of one plan, with so many groups each, are multiplied by.
+template <typename T>
+class GroupFactors {
+ public:
+  GroupFactors(const Epilogue& epilogue, int64_t groups) : groups_(groups), per_target_(epilogue.per_target) {
+    if (!epilogue.factors) return;
+    const double* factors = epilogue.factors->const_data_ptr<double>();
+    for (const int64_t place : epilogue.places) of_weights_.push_back(factors[place] * epilogue.factor);
+  }
+  Factors<T> view() const { return {of_weights_.empty() ? nullptr : of_weights_.data(), groups_, per_target_}; }
+
+ private:
+  std::vector<double> of_weights_;
+  const int64_t groups_;
+  const bool per_target_;
 };
 
 // The blocks of a plan with their matrices and maps.

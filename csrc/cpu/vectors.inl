@@ -51,10 +51,9 @@ inline void transpose(V* rows) {
   if constexpr (kStep > 1) transpose<kWidth, kStep / 2>(rows);
 }
 
-// Vector r of a square is read at from(r), and of its transpose written at to(r); unless kForward, the other way round.
-template <typename Kind, bool kForward = true, typename From, typename To>
+// Vector r of a square is read at from(r), and of its transpose written at to(r).
+template <typename Kind, typename From, typename To>
 inline void transpose_square(const From& from, const To& to) {
-  if constexpr (!kForward) return transpose_square<Kind>(to, from);
   typename Kind::type rows[Kind::width];
   for (int64_t r = 0; r < Kind::width; ++r) rows[r] = *reinterpret_cast<const typename Kind::type*>(from(r));
   transpose<Kind::width>(rows);
@@ -64,12 +63,6 @@ inline void transpose_square(const From& from, const To& to) {
 // For squares of taps, of which there are often few: eight float32 at most.
 template <typename T>
 using Short = Vector<T, std::min(32, OCNN_FUSED_VECTOR_BYTES)>;
-
-// Calls visit(first) for squares of width that cover `count`, the last of which may overlap its neighbour.
-template <int64_t kWidth, typename F>
-inline void each_cover(int64_t count, const F& visit) {
-  for (int64_t q = 0; q < count; q += kWidth) visit(std::min(q, count - kWidth));
-}
 
 // Memory of this thread that stages use for what fits a cache, aligned to a cache line; grows on demand, contents are
 // undefined.

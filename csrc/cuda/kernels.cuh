@@ -50,7 +50,12 @@ struct WeightView {
   int axes;  // of the taps, the last one fastest; neighbours that one stride serves are one
   int64_t axis_taps[kMaxAxes];
   int64_t axis_stride[kMaxAxes];
+  bool adds;  // what is written is added to what is there
 
+  template <typename T>
+  __device__ void write(S& element, const T& value) const {
+    element = static_cast<S>(adds ? static_cast<T>(element) + value : value);
+  }
   __device__ S* at(int64_t row, int64_t channel) const {
     return data[row / rows] + row % rows * row_stride + channel * channel_stride;
   }
@@ -97,6 +102,26 @@ template <typename T>
 struct BlockViews {
   BlockView<T> block[kMaxBlocks];
   int count;
+};
+
+// What the gradients of a launch's weights are multiplied by, see Factors.
+template <typename T>
+struct PlacedFactors {
+  Factors<T> all;  // of a list that these weights are a part of
+  double factor;   // of all of them
+  int64_t first_group;
+  int place[kMaxWeights];  // in the list
+
+  __device__ T at(int64_t group, const Target<T>& target) const {
+    if (all.of_weights == nullptr) return all.at(0, target);
+    const int64_t weight = (first_group + group) / all.groups;
+    return static_cast<T>(factor) * all.at(place[weight] * all.groups, target);
+  }
+  PlacedFactors from(int64_t group) const {
+    PlacedFactors later = *this;
+    later.first_group = group;
+    return later;
+  }
 };
 
 // Sum over the threads of a thread block, in the same order each time; valid in every thread.
@@ -268,14 +293,14 @@ __global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
         if (stage.taps != nullptr) {
           stage.taps[tap * kPitch + e] = sum[q][v];
         } else if (source[v] != nullptr) {
-          stage.places[e].data[grad.tap_offset(tap)] = static_cast<S>(sum[q][v]);
+          grad.write(stage.places[e].data[grad.tap_offset(tap)], sum[q][v]);
         }
       }
     }
   });
   if (stage.taps == nullptr) return;
   __syncthreads();
-  stage.each([](S& element, const T& slot) { element = static_cast<S>(slot); });
+  stage.each([&](S& element, const T& slot) { grad.write(element, slot); });
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -420,11 +445,12 @@ __device__ void combine(const T* __restrict__ matrix, int results, int inputs, c
   }
 }
 
-// R = mix(X) - a I, partial losses (groups, pairs) and, in place over X (outputs, groups, side, side), Y.
+// R = mix(X) - a I, partial losses (groups, pairs) and, in place over X (outputs, groups, side, side), Y times its
+// factor.
 template <int kTile, typename T>
 __global__ void __launch_bounds__(kMixThreads, kThreadBlocksPerProcessor* kThreads / kMixThreads)
-    mix_kernel(T* x, const MixView<T> mix, const Targets<T> targets, int64_t groups, int64_t side, bool with_grad,
-               double* partials) {
+    mix_kernel(T* x, const MixView<T> mix, const Targets<T> targets, const PlacedFactors<T> factors, int64_t groups,
+               int64_t side, bool with_grad, double* partials) {
   OCNN_FUSED_SHARED(shared);
   constexpr int kArea = kTile * kTile, kPlane = kTile * (kTile + 1), kParts = kMixThreads / (kArea / kTileEach);
   double* sums = reinterpret_cast<double*>(shared);
@@ -485,17 +511,20 @@ __global__ void __launch_bounds__(kMixThreads, kThreadBlocksPerProcessor* kThrea
   combine<kTile>(takes_symmetric ? mix.symmetric_t : mix.antisymmetric_t, mix.outputs, lags, of_lags, of_outputs, part,
                  kParts / 2);
   __syncthreads();
+  const T factor = factors.at(group, target);
   each(mix.outputs, [&](int o, int i, int j, int here, int mirrored) {
     T* matrix = x + (o * groups + group) * side * side;
-    if (row + i < side && column + j < side) matrix[(row + i) * side + column + j] = sum[here] + difference[here];
+    if (row + i < side && column + j < side) {
+      matrix[(row + i) * side + column + j] = factor * (sum[here] + difference[here]);
+    }
     if (!on_diagonal && column + i < side && row + j < side) {
-      matrix[(column + i) * side + row + j] = sum[mirrored] - difference[mirrored];
+      matrix[(column + i) * side + row + j] = factor * (sum[mirrored] - difference[mirrored]);
     }
   });
 }
 
 template <typename T>
-using MixKernel = void (*)(T*, MixView<T>, Targets<T>, int64_t, int64_t, bool, double*);
+using MixKernel = void (*)(T*, MixView<T>, Targets<T>, PlacedFactors<T>, int64_t, int64_t, bool, double*);
 
 template <typename T>
 MixKernel<T> mix_kernel_for(int tile) {
@@ -514,22 +543,24 @@ inline Launch mix_diagonal_launch(int64_t outputs, int64_t groups, int64_t side)
   return {groups * diagonal_partials(outputs, side), kThreads, kThreads * static_cast<int64_t>(sizeof(double))};
 }
 
-// The same where outputs are lags: R = X - a I, partial losses (groups, outputs, thread blocks) and Y = 4 R in place.
+// The same where outputs are lags: R = X - a I, partial losses (groups, outputs, thread blocks) and Y = 4 f R in
+// place.
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
-    mix_diagonal_kernel(T* x, int64_t outputs, const Targets<T> targets, int64_t groups, int64_t side, bool with_grad,
-                        double* partials) {
+    mix_diagonal_kernel(T* x, int64_t outputs, const Targets<T> targets, const PlacedFactors<T> factors, int64_t groups,
+                        int64_t side, bool with_grad, double* partials) {
   OCNN_FUSED_SHARED(shared);
   const int64_t area = side * side, each = (area + kDiagonalElements - 1) / kDiagonalElements, item = blockIdx.x;
   const int64_t group = item / each / outputs, output = item / each % outputs, begin = item % each * kDiagonalElements;
   const int64_t end = begin + kDiagonalElements < area ? begin + kDiagonalElements : area;
   T* matrix = x + (output * groups + group) * area;
   const Target<T> target = targets.at(group);
+  const T factor = T(4) * factors.at(group, target);
   T squares = 0;
   for (int64_t e = begin + threadIdx.x; e < end; e += kThreads) {
     const T residual = output == 0 && e % (side + 1) == 0 ? target.residual(matrix[e]) : matrix[e];
     squares += residual * residual;
-    if (with_grad) matrix[e] = T(4) * residual;
+    if (with_grad) matrix[e] = factor * residual;
   }
   const double loss = thread_block_sum(static_cast<double>(squares), reinterpret_cast<double*>(shared));
   if (threadIdx.x == 0) partials[item] = output == 0 ? loss : 2 * loss;
@@ -589,7 +620,7 @@ __device__ T small_target(const T* k, const SmallShape& shape) {
 template <typename S, typename T>
 __global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
     small_kernel(const WeightView<const S> weight, const WeightView<S> grad, const TapPairs pairs,
-                 const Targets<T> targets, const SmallShape shape, double* partials) {
+                 const Targets<T> targets, const PlacedFactors<T> factors, const SmallShape shape, double* partials) {
   OCNN_FUSED_SHARED(shared);
   double* sums = reinterpret_cast<double*>(shared);
   T* k = reinterpret_cast<T*>(sums + kThreads);              // (group, row, channel, tap)
@@ -642,7 +673,10 @@ __global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
         value += matrix[is_right ? j * rows + i : i * rows + j] * filters[j * shape.filter() + other];
       }
     }
-    grad.at(first_row + group * rows + i, channel)[grad.tap_offset(tap)] = static_cast<S>(value);
+    Target<T> target = targets.at(0);
+    if (targets.are_free()) target.value = small_target(k + group * shape.weights(), shape);
+    value *= factors.at(of_weight * shape.groups + first + group, target);
+    grad.write(grad.at(first_row + group * rows + i, channel)[grad.tap_offset(tap)], value);
   }
 }
 

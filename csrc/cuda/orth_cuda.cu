@@ -19,8 +19,9 @@ void launch(const Launch& geometry, void (*kernel)(Parameters...), const Argumen
 }
 
 template <typename S>
-WeightView<S> view_of(at::TensorList weights) {
+WeightView<S> view_of(at::TensorList weights, bool adds = false) {
   WeightView<S> view{};
+  view.adds = adds;
   if (weights.empty()) return view;
   const at::Tensor& first = weights[0];
   for (size_t w = 0; w < weights.size(); ++w) view.data[w] = data_of<S>(weights[w]);
@@ -45,6 +46,16 @@ WeightView<S> view_of(at::TensorList weights) {
     view.taps *= taps;
   }
   return view;
+}
+
+// Of weights with so many groups each.
+template <typename T>
+PlacedFactors<T> factors_of(const Epilogue& epilogue, int64_t groups) {
+  PlacedFactors<T> factors{{nullptr, groups, epilogue.per_target}, epilogue.factor, 0, {}};
+  if (!epilogue.factors) return factors;
+  factors.all.of_weights = epilogue.factors->const_data_ptr<double>();
+  for (size_t w = 0; w < epilogue.places.size(); ++w) factors.place[w] = static_cast<int>(epilogue.places[w]);
+  return factors;
 }
 
 // Partial losses of some weights, and their sums.
@@ -90,11 +101,12 @@ class Device {
   static constexpr int64_t kCopiedBytes = int64_t{1} << 20;
 
   Device(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, const at::Tensor& tables,
-         const at::Tensor& constants)
+         const at::Tensor& constants, const Epilogue& epilogue)
       : plan_(plan),
         options_(weights[0].options()),
         weight_(view_of<const S>(weights)),
-        grad_(view_of<S>(grads)),
+        grad_(view_of<S>(grads, !epilogue.targets.empty())),
+        factors_(factors_of<T>(epilogue, plan.groups)),
         losses_(weights),
         targets_{plan.target, nullptr} {
     if (targets_.are_free()) find_targets(weights);
@@ -139,12 +151,13 @@ class Device {
     const int64_t per_group = plan_.diagonal() ? diagonal_partials(plan_.outputs, x.side) : mix_pairs(x.side, tile_);
     double* partials = losses_.of_each(plan_.groups * per_group) + x.first_group * per_group;
     const Targets<T> targets = targets_.from(x.first_group);
+    const PlacedFactors<T> factors = factors_.from(x.first_group);
     if (plan_.diagonal()) {
       launch(mix_diagonal_launch(plan_.outputs, x.groups, x.side), mix_diagonal_kernel<T>, x.data, plan_.outputs,
-             targets, x.groups, x.side, with_grad, partials);
+             targets, factors, x.groups, x.side, with_grad, partials);
     } else {
       launch(mix_launch<T>(plan_.lags, plan_.outputs, x.groups, x.side, tile_), mix_kernel_for<T>(tile_), x.data, mix_,
-             targets, x.groups, x.side, with_grad, partials);
+             targets, factors, x.groups, x.side, with_grad, partials);
     }
   }
 
@@ -177,6 +190,7 @@ class Device {
   const at::TensorOptions options_;
   const WeightView<const S> weight_;
   const WeightView<S> grad_;
+  const PlacedFactors<T> factors_;
   PartialLosses<T> losses_;
   Targets<T> targets_;
   at::Tensor free_targets_;
@@ -185,14 +199,16 @@ class Device {
   int tile_ = 0;
 };
 
-// Calls f.operator()<S, T>(weights, grads) for as many weights at once as a launch takes.
+// Calls f.operator()<S, T>(weights, grads, epilogue) for as many weights at once as a launch takes.
 template <typename F>
-void each_batch(at::TensorList weights, at::TensorList grads, const F& f) {
+void each_batch(at::TensorList weights, at::TensorList grads, const Epilogue& epilogue, const F& f) {
   const c10::cuda::CUDAGuard guard(weights[0].device());
   dispatch(weights[0], [&]<typename S, typename T>() {
     for (size_t begin = 0; begin < weights.size(); begin += kMaxWeights) {
       const size_t count = std::min<size_t>(kMaxWeights, weights.size() - begin);
-      f.template operator()<S, T>(weights.slice(begin, count), grads.empty() ? grads : grads.slice(begin, count));
+      Epilogue own = epilogue;
+      own.places = epilogue.factors ? epilogue.places.slice(begin, count) : epilogue.places;
+      f.template operator()<S, T>(weights.slice(begin, count), grads.empty() ? grads : grads.slice(begin, count), own);
     }
   });
 }
@@ -203,23 +219,26 @@ void check_tables(const at::Tensor& tables, const at::Tensor& weight) {
 }
 
 LossesAndGrads execute_plan(at::TensorList weights, const LoweredPlan& plan, const at::Tensor& tables,
-                            const at::Tensor& constants, bool with_grad) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
+                            const at::Tensor& constants, bool with_grad, const Epilogue& epilogue) {
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
   check_tables(constants, weights[0]);
-  each_batch(weights, grads, [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads) {
-    Device<S, T> device(plan, some, some_grads, tables, constants);
-    Pipeline<S, T, Device<S, T>>(device, plan, some, some_grads).execute();
-    device.append_losses(losses);
-  });
+  each_batch(weights, grads, epilogue,
+             [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads, const Epilogue& own) {
+               Device<S, T> device(plan, some, some_grads, tables, constants, own);
+               Pipeline<S, T, Device<S, T>>(device, plan, some, some_grads, !own.targets.empty()).execute();
+               device.append_losses(losses);
+             });
+  if (!epilogue.targets.empty()) grads.clear();
   return {std::move(losses), std::move(grads)};
 }
 
-LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad);
+LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad,
+                             const Epilogue& epilogue) {
+  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
   const int64_t* numbers = tables.const_data_ptr<int64_t>();
   const TapPairs pairs{numbers + plan.left, numbers + plan.right, numbers + plan.lag_begin, numbers + plan.terms,
                        numbers + plan.tap_begin};
-  each_batch(weights, grads, [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads) {
+  const auto run = [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads, const Epilogue& own) {
     const int64_t rows = some[0].size(0) / plan.groups, channels = some[0].size(1);
     const SmallShape shape = small_shape<T>(plan.groups, rows, channels, plan.taps, plan.lags);
     TORCH_CHECK_VALUE(shape.groups_at_once > 0, "a group of ", rows, " x ", channels, " filters of ", plan.taps,
@@ -227,17 +246,23 @@ LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, cons
     PartialLosses<T> partials(some);
     const Targets<T> targets{plan.target, nullptr};
     launch(small_launch<T>(shape, static_cast<int64_t>(some.size())), small_kernel<S, T>, view_of<const S>(some),
-           view_of<S>(some_grads), pairs, targets, shape, partials.of_each(shape.thread_blocks()));
+           view_of<S>(some_grads, !own.targets.empty()), pairs, targets, factors_of<T>(own, plan.groups), shape,
+           partials.of_each(shape.thread_blocks()));
     partials.append_to(losses, 0, targets, plan.groups);
-  });
+  };
+  each_batch(weights, grads, epilogue, run);
+  if (!epilogue.targets.empty()) grads.clear();
   return {std::move(losses), std::move(grads)};
 }
 
-LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad) {
+LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad,
+                       const std::optional<at::Tensor>& factors, at::IntArrayRef places, double factor, bool per_target,
+                       at::TensorList targets) {
   TORCH_CHECK_VALUE(!weights.empty(), "weights must not be empty");
   check_tables(plan->tables, weights[0]);
-  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad)
-                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad);
+  const Epilogue epilogue{factors, places, factor, per_target, targets};
+  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad, epilogue)
+                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad, epilogue);
 }
 
 }  // namespace

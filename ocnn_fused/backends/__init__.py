@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ..plan import Plan
+from ..plan import AnyPlan, Plan
 from ..problem import BACKENDS, Options, Precision
 from ..warn import warn
 from . import cpu, cuda, pytorch, triton
@@ -26,6 +26,9 @@ class Backend(Protocol):
 
         That is: for the layer itself, ``linear`` or a convolution, on that device and with the settings of now.
         """
+
+    def takes(self, plan: AnyPlan, dtype: torch.dtype) -> bool:
+        """Whether it executes a plan for weights of ``dtype``; only Fourier plans may be left to PyTorch's calls."""
 
     def refusal(self, plan: Plan, dtype: torch.dtype, device: torch.device, precision: Precision) -> str | None:
         """Why a plan is never chosen for weights of ``dtype``, or None; some plan always serves."""

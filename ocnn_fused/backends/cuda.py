@@ -15,12 +15,13 @@ from .. import _extension
 from ..plan import Plan
 from ..problem import Precision
 from .device import Device, matmul_precision, missing_gpu, spec_of
-from .job import accumulation_dtype
+from .job import accumulation_dtype, is_bilinear
 from .lowering import batches, compile_call
 from .model import plan_seconds
 from .rounding import is_accurate
 
 prepare = compile_call
+takes = is_bilinear
 
 #: Shared memory of a thread block, kSharedBytes in csrc/cuda/kernels.cuh, and what sums of the loss take of it.
 _SHARED_BYTES = 48 << 10

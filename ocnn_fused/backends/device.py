@@ -67,6 +67,7 @@ class DeviceSpec:
     multiprocessors: int
     matmul: Mapping[Precision, float]
     elementwise: float  # float32 multiply-adds outside the tensor cores
+    issue: float  # instructions of threads: four warps' per multiprocessor and cycle
     bandwidth: float
     l2_bytes: int
     l2_bandwidth: float
@@ -88,9 +89,12 @@ class DeviceSpec:
 
 def _spec(
     name: str, multiprocessors: int, fp32: float, tf32: float, bf16: float,
-    bandwidth: float, l2_mb: float, l2_bandwidth: float,
+    bandwidth: float, l2_mb: float, l2_bandwidth: float, instructions: int = 1,
 ) -> DeviceSpec:  # fmt: skip
-    """Rates in the units of data sheets: TFLOP/s (two per multiply-add), TB/s, MB."""
+    """Rates in the units of data sheets: TFLOP/s (two per multiply-add), TB/s, MB.
+
+    ``instructions`` can be issued in the time of a float32 multiply-add: 2 where a multiprocessor has 64 such units.
+    """
     half = 0.5e12
     matmul: dict[Precision, float] = {
         "ieee": fp32 * half,
@@ -99,20 +103,23 @@ def _spec(
         "bf16": bf16 * half,
     }
     return DeviceSpec(
-        name, multiprocessors, matmul, fp32 * half, bandwidth * 1e12, int(l2_mb * 2**20), l2_bandwidth * 1e12
-    )
+        name, multiprocessors, matmul, fp32 * half, instructions * fp32 * half,
+        bandwidth * 1e12, int(l2_mb * 2**20), l2_bandwidth * 1e12,
+    )  # fmt: skip
 
 
 #: Data-sheet rates, dense. GTX 1080 Ti and T4 have no TF32, so that every precision is `ieee` there. Triton serves
 #: neither; the first is what papers of the time measured on, the second what the CUDA backend serves.
 SPECS: dict[str, DeviceSpec] = {
-    "A100": _spec("A100", 108, 19.5, 156, 312, 1.555, 40, 4.5),
+    "A100": _spec("A100", 108, 19.5, 156, 312, 1.555, 40, 4.5, instructions=2),
     "H100": _spec("H100", 132, 67, 495, 989, 3.35, 50, 7.0),
     "RTX 4090": _spec("RTX 4090", 128, 82.6, 82.6, 165, 1.008, 72, 5.0),
-    "GTX 1080 Ti": DeviceSpec("GTX 1080 Ti", 28, {"ieee": 5.65e12}, 5.65e12, 0.484e12, int(2.75 * 2**20), 1.2e12),
-    "T4": DeviceSpec("T4", 40, {"ieee": 4.05e12}, 4.05e12, 0.32e12, 4 << 20, 1.3e12),
-    "MI250": DeviceSpec("MI250", 104, {"ieee": 22.6e12, "bf16": 90e12}, 11.3e12, 1.6e12, 8 << 20, 3.0e12),
-    "MI300X": DeviceSpec("MI300X", 304, {"ieee": 81.7e12, "bf16": 653e12}, 40.8e12, 5.3e12, 256 << 20, 10e12),
+    "GTX 1080 Ti": DeviceSpec(
+        "GTX 1080 Ti", 28, {"ieee": 5.65e12}, 5.65e12, 5.65e12, 0.484e12, int(2.75 * 2**20), 1.2e12
+    ),
+    "T4": DeviceSpec("T4", 40, {"ieee": 4.05e12}, 4.05e12, 8.1e12, 0.32e12, 4 << 20, 1.3e12),
+    "MI250": DeviceSpec("MI250", 104, {"ieee": 22.6e12, "bf16": 90e12}, 11.3e12, 22.6e12, 1.6e12, 8 << 20, 3.0e12),
+    "MI300X": DeviceSpec("MI300X", 304, {"ieee": 81.7e12, "bf16": 653e12}, 40.8e12, 81.7e12, 5.3e12, 256 << 20, 10e12),
 }
 
 #: What an unnamed device is taken for: the latest of these that is not newer than it.

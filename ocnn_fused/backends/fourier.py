@@ -17,7 +17,7 @@ from ..plan import FourierPlan
 from ..problem import FREE, OFF_DIAGONAL, Precision
 from .cpu import BANDWIDTH, product_seconds
 from .device import SPECS, Device, spec_of
-from .job import Executable, Job, accumulation_dtype
+from .job import Epilogue, Executable, Job, accumulation_dtype
 
 #: Entries of the largest matrix that transforms a kernel.
 _MOST_ENTRIES = 1 << 18
@@ -60,9 +60,17 @@ def prepare(jobs: Sequence[Job[FourierPlan]], device: torch.device) -> Executabl
 
 
 @torch.no_grad()
-def _run(calls: Sequence[tuple[_Executor, bool]], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    results = [executor(weight, with_grad) for (executor, with_grad), weight in zip(calls, weights, strict=True)]
-    return [loss for loss, _ in results], [grad for _, grad in results]
+def _run(
+    calls: Sequence[tuple[_Executor, bool]], weights: Sequence[Tensor], epilogue: Epilogue | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    losses, grads = [], []
+    for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
+        loss, grad = executor(weight, with_grad)
+        losses.append(loss)
+        if epilogue is not None and with_grad:
+            grad = epilogue.settle(place, weight, grad, executor.plan.groups)
+        grads.append(grad)
+    return losses, grads
 
 
 def _pieces(plan: FourierPlan, device: Device) -> int:

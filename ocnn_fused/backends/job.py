@@ -10,7 +10,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from ..plan import AnyPlan
+from ..plan import AnyPlan, Plan
 from ..problem import Precision, Problem
 
 
@@ -22,7 +22,7 @@ class Operand(NamedTuple):
     with_grad: bool
 
 
-PlanT = TypeVar("PlanT", bound=AnyPlan)
+PlanT = TypeVar("PlanT", bound=AnyPlan, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,61 @@ class Job(Generic[PlanT]):
     precision: Precision = "ieee"
 
 
+class Epilogue(NamedTuple):
+    """What becomes of the gradients of a call: ``factor * factors[l] * gradient`` is returned, or added to targets.
+
+    No number of it is compiled or kept: it may be another one at every call.
+    """
+
+    factors: Tensor  # float64, one per weight, where the weights are
+    factor: float = 1.0
+    targets: Sequence[Tensor] = ()  # one per weight, or none; may be the weights themselves
+    per_target: bool = False  # divided by the free target of each group, unless that is zero
+
+    def of(self, places: Sequence[int]) -> Epilogue:
+        """For some of the weights."""
+        begin, end = places[0], places[-1] + 1
+        if end - begin == len(places):
+            factors = self.factors[begin:end]
+        else:  # not indexed by a list, which would have to be copied to the device
+            factors = torch.stack([self.factors[place] for place in places])
+        targets = [self.targets[place] for place in places] if self.targets else ()
+        return Epilogue(factors, self.factor, targets, self.per_target)
+
+    def settle(self, place: int, weight: Tensor, grad: Tensor, groups: int) -> Tensor:
+        """What a backend without an epilogue of its own returns for one weight, whose ``grad`` is its own to change."""
+        factor = self.factors[place] * self.factor
+        if self.per_target:
+            kernel = weight.unflatten(0, (groups, -1))
+            free = torch.linalg.vector_norm(kernel.double(), dim=tuple(range(1, kernel.dim())), keepdim=True).square()
+            free /= kernel.shape[1]
+            grad.unflatten(0, (groups, -1)).div_(torch.where(free > 0, free, 1.0).to(grad.dtype))
+        if not self.targets:
+            return grad.mul_(factor)
+        self.targets[place].addcmul_(grad, factor.to(grad.dtype))
+        return grad.new_empty(0)
+
+
 class Executable(Protocol):
     """Executes the plans of a list of weights: one 0-dim loss per weight in the accumulation dtype and one gradient per
-    weight in its own dtype, empty where none is wanted; none of them with a graph."""
+    weight in its own dtype, empty where none is wanted; none of them with a graph.
 
-    def __call__(self, weights: Sequence[Tensor], /) -> tuple[list[Tensor], list[Tensor]]: ...
+    An epilogue with targets adds the gradients to them; those that are returned then mean nothing.
+    """
+
+    def __call__(
+        self, weights: Sequence[Tensor], epilogue: Epilogue | None = None, /
+    ) -> tuple[list[Tensor], list[Tensor]]: ...
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What a weight is computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def is_bilinear(plan: AnyPlan, dtype: torch.dtype) -> bool:
+    """Whether a plan is made of planes and products: all that most backends take."""
+    return isinstance(plan, Plan)
 
 
 def joined(parts: Sequence[tuple[Sequence[int], Executable]]) -> Executable:
@@ -54,11 +99,15 @@ def joined(parts: Sequence[tuple[Sequence[int], Executable]]) -> Executable:
 
 
 def _run_parts(
-    parts: Sequence[tuple[Sequence[int], Executable]], weights: Sequence[Tensor]
+    parts: Sequence[tuple[Sequence[int], Executable]], weights: Sequence[Tensor], epilogue: Epilogue | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Results of all parts in the order of the weights."""
     losses, grads = list(weights), list(weights)
     for places, execute in parts:
-        for place, loss, grad in zip(places, *execute([weights[place] for place in places]), strict=True):
-            losses[place], grads[place] = loss, grad
+        own = None if epilogue is None else epilogue.of(places)
+        some_losses, some_grads = execute([weights[place] for place in places], own)
+        for place, loss in zip(places, some_losses, strict=True):
+            losses[place] = loss
+        for place, grad in zip(places, some_grads, strict=False):
+            grads[place] = grad
     return losses, grads

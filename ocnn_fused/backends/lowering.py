@@ -7,14 +7,14 @@ import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from fractions import Fraction
-from math import prod
+from math import pi, prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _extension
-from ..plan import Block, Matrix, Plan, Run, Scheme
+from ..plan import AnyPlan, Block, FourierPlan, Matrix, Plan, Run, Scheme
 from ..problem import Options, flatten_problems
 from .device import beside_all_graphs
 from .job import Executable, Job, Operand, accumulation_dtype
@@ -24,7 +24,7 @@ class Lowered(NamedTuple):
     """What a compiled ``Plan`` is made of (csrc/plan_object.h); see ``read_plan`` in csrc/lowered.h."""
 
     layout: Tensor  # int64, on the CPU
-    tables: Tensor  # the same numbers where the weights are
+    tables: Tensor | None  # the same numbers where the weights are
     constants: Tensor | None  # entries of the matrices, in the accumulation dtype, where the weights are
 
 
@@ -160,8 +160,10 @@ def _mix(plan: Plan, output: Sequence[int], constants: _Constants) -> list[int]:
     return [constants.add(matrix) for matrix in (*forward, *backward)]  # lag 0 has no antisymmetric part
 
 
-def lower(plan: Plan, dtype: torch.dtype, device: torch.device | str = "cpu") -> Lowered:
+def lower(plan: AnyPlan, dtype: torch.dtype, device: torch.device | str = "cpu") -> Lowered:
     """The plan for weights that are computed in ``dtype`` on ``device``."""
+    if isinstance(plan, FourierPlan):
+        return _lower_fourier(plan, dtype)
     numbers, constants = (_small_numbers(plan), None) if plan.small else _numbers(plan)
     layout = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     values = None if constants is None else torch.tensor(constants, dtype=torch.float64, device="cpu").to(dtype)
@@ -221,9 +223,61 @@ def _small_numbers(plan: Plan) -> list[int]:
     return layout
 
 
-def compile_call(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
+#: Rows of lanes are padded to this many: kLanes in csrc/cpu/stages.h.
+_LANES = 16
+
+
+def fourier_constants(plan: FourierPlan) -> int:
+    """How many numbers the matrices of a Fourier plan have, about."""
+    *others, last = sorted(plan.class_taps)
+    return 2 * last * (last + _LANES) + sum(taps**2 for taps in others)
+
+
+def _lower_fourier(plan: FourierPlan, dtype: torch.dtype) -> Lowered:
+    """A Fourier plan, for the CPU; see ``FourierPlan`` in csrc/lowered.h."""
+    layout = [plan.groups, plan.side == "column", plan.offset, _bits(plan.target), len(plan.axes)]
+    tables: list[Tensor] = []
+    places: list[int] = []
+
+    def add(*matrices: Tensor) -> None:
+        for matrix in matrices:
+            places.append(sum(table.numel() for table in tables))
+            tables.append(matrix.flatten())
+
+    *others, last = plan.transform_order
+    for axis in others:
+        taps = plan.class_taps[axis]
+        angles = _angles(_from_middle(taps)[: (taps + 1) // 2], _from_middle(2 * taps - 1)[:taps], 2 * taps - 1)
+        add(angles.cos(), angles.sin())
+        layout += [axis, plan.axes[axis].taps, plan.axes[axis].step, *places[-2:]]
+    taps = plan.class_taps[last]
+    angles = _angles(_from_middle(taps)[: (taps + 1) // 2], 2 * torch.arange(taps, device="cpu"), 2 * taps - 1)
+    counts = torch.full((taps,), 2.0, dtype=torch.float64, device="cpu")
+    counts[0] = 1  # zero has no partner
+    add(*(_padded(matrix) for matrix in (angles.cos(), angles.sin())))
+    add(*(_padded((matrix * counts * (4 / prod(plan.sizes))).mT) for matrix in (angles.cos(), angles.sin())))
+    layout += [last, plan.axes[last].taps, plan.axes[last].step, -1, -1, *places[-4:]]
+    return Lowered(torch.tensor(layout, dtype=torch.int64, device="cpu"), None, torch.cat(tables).to(dtype))
+
+
+def _from_middle(count: int) -> Tensor:
+    """Twice the distances of ``count`` positions from their middle."""
+    return 2 * torch.arange(count, device="cpu") - (count - 1)
+
+
+def _angles(positions: Tensor, waves: Tensor, size: int) -> Tensor:
+    """``pi/2 * position * wave / size``, reduced to one turn while it is a whole number."""
+    return (positions[:, None] * waves % (4 * size)).double() * (pi / (2 * size))
+
+
+def _padded(matrix: Tensor) -> Tensor:
+    """Rows of whole vectors."""
+    return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % _LANES))
+
+
+def compile_call(jobs: Sequence[Job[AnyPlan]], device: torch.device, options: Options) -> Executable:
     """The call of compiled code, see csrc/call.h: weights of one plan and memory layout are executed together."""
-    members: dict[tuple[Plan, Operand], list[int]] = {}
+    members: dict[tuple[AnyPlan, Operand], list[int]] = {}
     for index, job in enumerate(jobs):
         members.setdefault((job.plan, job.operand), []).append(index)
     buckets = [

@@ -12,10 +12,12 @@ from ..plan import Block, Plan
 from ..problem import FREE, OFF_DIAGONAL, Options
 from .cpu import refusal, resolve_precision, seconds
 from .device import beside_all_graphs
-from .job import Executable, Job, accumulation_dtype
+from .job import Epilogue, Executable, Job, accumulation_dtype, is_bilinear
 from .lowering import to_tensor
 
-__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "unavailable_reason"]
+__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "takes", "unavailable_reason"]
+
+takes = is_bilinear
 
 #: Terms of a product that a BLAS adds up at once.
 _PIECE = 128
@@ -33,9 +35,17 @@ def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -
 
 
 @torch.no_grad()
-def _run(calls: Sequence[tuple[_Executor, bool]], weights: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    results = [executor(weight, with_grad) for (executor, with_grad), weight in zip(calls, weights, strict=True)]
-    return [loss for loss, _ in results], [grad for _, grad in results]
+def _run(
+    calls: Sequence[tuple[_Executor, bool]], weights: Sequence[Tensor], epilogue: Epilogue | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    losses, grads = [], []
+    for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
+        loss, grad = executor(weight, with_grad)
+        losses.append(loss)
+        if epilogue is not None and with_grad:
+            grad = epilogue.settle(place, weight, grad, executor.plan.groups)
+        grads.append(grad)
+    return losses, grads
 
 
 class _Executor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .modules import wrappers
+from ..modules import wrappers
 
 Shard = bool | Literal["auto"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from . import modules
+from .. import modules
 
 #: What the name of a block's shortcut contains, in torchvision, timm, Hugging Face and diffusers.
 _SHORTCUT = ("downsample", "shortcut", "skip", "proj")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
 from math import inf, sqrt
 from typing import Any, Literal
@@ -10,12 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..autograd import losses_and_grads, orth_losses
+from .. import modules
+from ..autograd import add_grads_, orth_losses, orth_total
+from ..backends.job import Epilogue
 from ..problem import Part, Target
-from ..projection import step_
+from ..projection import Safe
 from ..reference import frobenius_norm
+from ..spectrum import LayerOptions, Summary, circular_size, input_shapes, singular_values, summary
 from ..warn import warn
-from . import modules
 from .distributed import (
     Shard,
     announce,
@@ -27,7 +29,7 @@ from .distributed import (
     sharing_pays,
 )
 from .selection import Layer, Pass, Selection, by_columns
-from .settings import Method, Selector, Settings, Weight, check_positive
+from .settings import Method, Selector, Settings, Weight, check_choice, check_positive
 from .srip import srip_loss
 from .table import describe
 
@@ -152,11 +154,7 @@ class OrthRegularizer:
         share = selection.share(rank, world) if self._applies else ()
         total: Tensor | None = None
         for part in selection.passes(share):
-            losses = self._losses(part, weights)
-            self._watch(part, losses)
-            # One product after the other: torch.compile follows a float that changes only into a tensor.
-            value = torch.dot(losses, part.weights) * self._factor
-            value = value if world == 1 else value * world
+            value = self._value(part, weights, world, selection.is_fully_sharded)
             value = value.to(selection.zero.device, selection.zero.dtype)  # the same on every rank
             total = value if total is None else total + value
         total = selection.zero.clone() if total is None else total
@@ -164,6 +162,24 @@ class OrthRegularizer:
             return total
         others = [weight for index, weight in enumerate(weights) if weight.requires_grad and index not in share]
         return announce(total, others)
+
+    def _value(self, part: Pass, weights: list[Tensor], world: int, in_pieces: bool) -> Tensor:
+        """The weighted sum over the layers of one pass, times the number of ranks that share the layers.
+
+        ``in_pieces``: FSDP takes a gradient as soon as its module's backward is done, before that of the one node is.
+        """
+        if part.problems is not None and self._settings.squared and not in_pieces:
+            # One product after the other: torch.compile follows a float that changes only into a tensor.
+            alone = world == 1 or torch.compiler.is_compiling()
+            factor = self._factor if alone else self._factor * world
+            chosen = _chosen(part, weights)
+            value, losses = orth_total(chosen, part.problems, part.options, part.coefficients, factor)
+            world = world if alone else 1
+        else:
+            losses = self._losses(part, weights)
+            value = torch.dot(losses, part.coefficients.values) * self._factor
+        self._watch(part, losses)
+        return value if world == 1 else value * world
 
     def per_layer(self) -> dict[str, Tensor]:
         """Detached loss of every layer at its current weight, by name: unweighted 0-dim tensors, nothing synchronised.
@@ -209,19 +225,29 @@ class OrthRegularizer:
 
     def _add_direct(self, part: Pass, weights: list[Tensor], factor: float, scale: float | Tensor) -> None:
         parameters = [weights[index] for index in part.indices]
-        losses, grads = losses_and_grads(parameters, part.problems, part.options)  # type: ignore[arg-type]
+        targets = _gradients_of(parameters)
+        factors = part.coefficients.factors
+        if isinstance(scale, Tensor):
+            factors = factors * scale.to(factors.device)
+        else:
+            factor *= scale
+        if self._settings.squared:
+            epilogue = Epilogue(factors, factor, targets)
+            losses = add_grads_(parameters, part.problems, part.options, epilogue)  # type: ignore[arg-type]
+        else:  # d||R|| = d||R||^2 / (2 ||R||), which is known only when all of R is
+            grads = [torch.zeros_like(parameter) for parameter in parameters]
+            epilogue = Epilogue(factors, factor, grads)
+            losses = add_grads_(parameters, part.problems, part.options, epilogue)  # type: ignore[arg-type]
+            for target, grad, loss in zip(targets, grads, losses, strict=True):
+                target.add_(grad * torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
         self._watch(part, losses)
-        if not self._settings.squared:  # d||R|| = d||R||^2 / (2 ||R||)
-            for grad, loss in zip(grads, losses, strict=True):
-                grad.mul_(torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
-        _accumulate(parameters, grads, [value * factor for value in part.coefficients], scale)
 
     def _add_through_graph(
         self, part: Pass, weights: list[Tensor], leaves: list[Tensor], factor: float, scale: float | Tensor
     ) -> None:
         with torch.enable_grad():
             losses = self._losses(part, weights)
-            value = torch.dot(losses, part.weights) * factor
+            value = torch.dot(losses, part.coefficients.values) * factor
         self._watch(part, losses)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         meshes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what is computed together must lie on one, or on none
@@ -230,11 +256,16 @@ class OrthRegularizer:
                 meshes.setdefault(getattr(leaf, "device_mesh", None), []).append((leaf, grad))
         for used in meshes.values():
             # Copied: two leaves that are added get one and the same tensor.
-            grads = list(torch._foreach_mul([grad for _, grad in used], 1.0))
-            _accumulate([leaf for leaf, _ in used], grads, [1.0] * len(used), scale)
+            grads = torch._foreach_mul([grad for _, grad in used], scale)
+            missing = [(leaf, grad) for (leaf, _), grad in zip(used, grads, strict=True) if leaf.grad is None]
+            there = [(leaf.grad, grad) for (leaf, _), grad in zip(used, grads, strict=True) if leaf.grad is not None]
+            for leaf, grad in missing:
+                leaf.grad = grad
+            if there:
+                torch._foreach_add_([before for before, _ in there], [grad for _, grad in there])
 
     @torch.no_grad()
-    def project_(self, steps: int = 1, rate: float = 1.0, *, safe: bool = True) -> None:
+    def project_(self, steps: int = 1, rate: float = 1.0, *, safe: Safe = True) -> None:
         """Move the weights themselves towards orthogonality: ``K -= rate/8 * gradient of L``, ``steps`` times.
 
         Call it after ``optimizer.step()``, beside ``reg()`` or instead of it: no graph, no ``.grad``, and nothing of it
@@ -243,9 +274,11 @@ class OrthRegularizer:
         happens. With a target ``a`` the step is divided by it, and by ``||K||^2 / M`` of each group where it is free.
 
         At rate 1 this is a Björck step, cut to the kernel's support. It lowers the loss while the largest singular
-        value is below about 1.29. ``safe`` makes sure that it never rises: a step that would raise it is halved, and
-        left out if it still would (see :mod:`ocnn_fused.projection`; it costs one more pass for the loss, two on a GPU,
-        and waits for nothing). False leaves that to you.
+        value is below about 1.29. ``safe`` checks the first step, each sixteenth after it, and one whose rate is more
+        than twice that of the last check: one that would raise the loss is halved, and left out if it still would. A
+        check costs one more pass for the loss, two on a GPU, and waits for nothing. Between checks a layer whose loss
+        has doubled from one step to the next is left alone until the next check (see :mod:`ocnn_fused.projection`).
+        "always" checks every step, so that the loss never rises; False leaves all of that to you.
 
         Under DistributedDataParallel each rank moves its share of the layers and sends them to the others, if
         ``shard`` is True or if it is "auto" and the sending takes less time than it saves; else each moves all of
@@ -255,6 +288,7 @@ class OrthRegularizer:
         check_positive("steps", steps)
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < inf:
             raise ValueError(f"rate must be a positive number, got {rate!r}")
+        check_choice("safe", safe, (True, False, "always"))
         selection, weights = self._look()
         self._expect_steps(selection)
         rate *= self._factor / self._settings.every
@@ -270,8 +304,9 @@ class OrthRegularizer:
         for members in devices.values():
             whole = [_whole(weights[index]) for index in members]
             problems = tuple(selection.layers[index].problem for index in members)
+            taken = selection.steps_of(tuple(members))
             for _ in range(steps):
-                step_(whole, problems, self._settings.options, rate, safe)
+                taken.take_(whole, problems, self._settings.options, rate, safe)
             for index, moved in zip(members, whole, strict=True):
                 if modules.is_spread(weights[index]):
                     modules.copy_into_pieces(weights[index], moved)
@@ -362,6 +397,33 @@ class OrthRegularizer:
         """What is regularised, by name."""
         return {layer.name: layer for layer in self._look()[0].layers}
 
+    def spectrum(self, input_shape: Iterable[int] | Tensor) -> dict[str, Summary]:
+        """What the singular values of every regularised layer are like at its current weight, by name.
+
+        ``input_shape``: of one input of the model, such as (3, 32, 32), or a batch of inputs; a forward pass in eval
+        mode finds the size at which it reaches each layer. Each is looked at as the circular layer of that size,
+        rounded up to a multiple of its stride. Layers that the input does not reach are missing. No graph; all values
+        are computed, which takes seconds for a large network: for logging, see
+        :class:`ocnn_fused.spectrum.SpectrumLogger`.
+        """
+        with torch.enable_grad():  # parametrize.cached() keeps what is computed here for the model
+            selection, weights = self._look()
+        shapes = input_shapes(self.model, input_shape, {layer.name: layer.module for layer in selection.layers})
+        found = {}
+        for layer, weight in zip(selection.layers, weights, strict=True):
+            if layer.name in shapes:
+                shape, problem = shapes[layer.name], layer.problem
+                options: LayerOptions = {
+                    "stride": problem.stride,
+                    "dilation": problem.dilation,
+                    "groups": problem.groups,
+                    "transposed": getattr(layer.module, "transposed", False),
+                }
+                whole = _whole(weight.detach())
+                size = circular_size(whole, shape[len(shape) - len(problem.stride) :], **options)
+                found[layer.name] = summary(singular_values(whole, size, progress=False, **options))
+        return found
+
     @property
     def left_out(self) -> dict[str, str]:
         """Layers that are not regularised, and why."""
@@ -429,10 +491,7 @@ class OrthRegularizer:
 
     def _losses(self, part: Pass, weights: list[Tensor]) -> Tensor:
         """Unweighted losses of one pass, 1-D; ``weights`` are those of all layers."""
-        chosen = [
-            by_columns(_whole(weights[index]), groups) if turned else _whole(weights[index])
-            for index, groups, turned in zip(part.indices, part.groups, part.turned, strict=True)
-        ]
+        chosen = _chosen(part, weights)
         squared = self._settings.squared
         if part.problems is not None:
             losses = torch.stack(list(orth_losses(chosen, part.problems, part.options)))
@@ -442,11 +501,12 @@ class OrthRegularizer:
             losses = torch.stack(
                 [srip_loss(weight, groups=g, **options) for weight, g in zip(chosen, part.groups, strict=True)]
             )
-        return losses if part.least is None else losses - part.least
+        least = part.coefficients.least
+        return losses if least is None else losses - least
 
     def _watch(self, part: Pass, losses: Tensor | Sequence[Tensor]) -> None:
         """Say once that losses explode."""
-        if "growth" in self._warned or not part.watch.is_due(part.weights.device):
+        if "growth" in self._warned or not part.watch.is_due(part.coefficients.values.device):
             return
         grown = part.watch.see(losses if isinstance(losses, Tensor) else torch.stack(list(losses)))
         if grown:
@@ -522,22 +582,19 @@ def _whole(weight: Tensor) -> Tensor:
     return weight.full_tensor()  # type: ignore[attr-defined]
 
 
-def _accumulate(
-    parameters: Sequence[Tensor], grads: list[Tensor], factors: Sequence[float], scale: float | Tensor
-) -> None:
-    """``parameter.grad += factor * scale * grad``; ``grads`` are ours, and become the parameter's where it has none."""
-    if isinstance(scale, Tensor):
-        torch._foreach_mul_(grads, scale)
-    else:
-        factors = [factor * scale for factor in factors]
-    before = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if len(set(factors)) == 1 and len(before) == len(parameters):  # the common case, in one pass over memory
-        torch._foreach_add_(before, grads, alpha=factors[0])
-        return
-    torch._foreach_mul_(grads, factors)
-    added = [grad for parameter, grad in zip(parameters, grads, strict=True) if parameter.grad is not None]
-    for parameter, grad in zip(parameters, grads, strict=True):
+def _chosen(part: Pass, weights: list[Tensor]) -> list[Tensor]:
+    """What the losses of a pass are computed of; ``weights`` are those of all layers."""
+    return [
+        by_columns(_whole(weights[index]), groups) if turned else _whole(weights[index])
+        for index, groups, turned in zip(part.indices, part.groups, part.turned, strict=True)
+    ]
+
+
+def _gradients_of(parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Their ``.grad``, made of zeros where there is none."""
+    gradients = []
+    for parameter in parameters:
         if parameter.grad is None:
-            parameter.grad = grad
-    if before:
-        torch._foreach_add_(before, added)
+            parameter.grad = torch.zeros_like(parameter)
+        gradients.append(parameter.grad)
+    return gradients

@@ -10,12 +10,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .. import engine
+from .. import engine, modules
+from ..autograd import Coefficients
 from ..backends.cpu import BANDWIDTH
 from ..functional import check_weight
 from ..plan import AnyPlan, has_orthogonal, least_loss, polyphase_channels
 from ..problem import OFF_DIAGONAL, Options, Problem, problem_of
-from . import modules
+from ..projection import Steps
 from .distributed import balanced_shares, under_fully_shard
 from .presets import paper_resnet
 from .settings import Method, Selector, Settings, matches
@@ -88,9 +89,7 @@ class Pass:
     options: Options
     groups: tuple[int, ...]
     turned: tuple[bool, ...]
-    coefficients: tuple[float, ...]
-    weights: Tensor  # the same, on the device
-    least: Tensor | None  # what the losses are counted from
+    coefficients: Coefficients
     watch: Watch
 
 
@@ -103,6 +102,7 @@ class Selection:
         self._settings = settings
         self._passes: dict[tuple[int, ...], list[Pass]] = {}
         self._shares: dict[int, list[tuple[int, ...]]] = {}
+        self._steps: dict[tuple[int, ...], Steps] = {}
         self.layers, self.left_out, self.empty_blocks, self._unusable = _choose(model, settings)
         self.everything = tuple(range(len(self.layers)))
         # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
@@ -146,6 +146,11 @@ class Selection:
         weights = [parameters.get("weight") for parameters in self._watched]
         return [0 if weight is None else id(weight) for weight in weights]  # id(None) is more than torch.compile can
 
+    @property
+    def is_fully_sharded(self) -> bool:
+        """Whether FSDP manages any parameter of the model."""
+        return bool(self._fully_sharded)
+
     def is_direct(self, index: int, weight: Tensor) -> bool:
         """Whether the op's gradient is the parameter's own."""
         layer = self.layers[index]
@@ -170,6 +175,10 @@ class Selection:
                 f"project_() cannot move the weight of {layer.name}, which is computed from others; exclude the layer"
             )
         return True
+
+    def steps_of(self, indices: tuple[int, ...]) -> Steps:
+        """What has become of earlier steps of ``project_()`` of these layers."""
+        return self._steps.setdefault(indices, Steps())
 
     def trained_sources(self, index: int) -> list[Tensor]:
         """The parameters that a computed weight's gradient goes to."""
@@ -211,16 +220,17 @@ class Selection:
         if not srip:
             problems = tuple(_by_columns(layer.problem) if layer.turned else layer.problem for layer in layers)
         numel = self._settings.normalize == "numel"
-        coefficients = tuple(layer.weight / (prod(layer.problem.shape) if numel else 1) for layer in layers)
-        on_device = torch.tensor(coefficients, dtype=_sum_dtype(layers), device=layers[0].device)
+        numbers = tuple(layer.weight / (prod(layer.problem.shape) if numel else 1) for layer in layers)
+        on_device = torch.tensor(numbers, dtype=_sum_dtype(layers), device=layers[0].device)
         turned = tuple(layer.turned for layer in layers)
         squared = self._settings.squared
         least = None
         if self._settings.normalize == "excess":
             least = on_device.new_tensor([layer.floor if squared else sqrt(layer.floor) for layer in layers])
+        coefficients = Coefficients(numbers, on_device, on_device.new_tensor(numbers, dtype=torch.float64), least)
         at_zero = [layer.problem.shape[0] if squared else sqrt(layer.problem.shape[0]) for layer in layers]
         watch = Watch([layer.name for layer in layers], at_zero)
-        return Pass(indices, problems, self._settings.options, groups, turned, coefficients, on_device, least, watch)
+        return Pass(indices, problems, self._settings.options, groups, turned, coefficients, watch)
 
 
 def chosen_layers(
@@ -281,7 +291,7 @@ def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str
             continue
         if modules.is_uninitialized(module):
             raise RuntimeError(
-                f"{name} is a {type(module).__name__} that has not seen an input yet; "
+                f"{modules.label(name)} is a {type(module).__name__} that has not seen an input yet; "
                 "run the model once before the regularizer"
             )
         read = settings.reader_of(module)
@@ -290,7 +300,9 @@ def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str
             check_weight(weight)
         except TypeError as error:
             if read is not modules.weight_of and not isinstance(weight, Tensor):
-                raise TypeError(f"{name}: weight_of must give a tensor, got {type(weight).__name__}") from None
+                raise TypeError(
+                    f"{modules.label(name)}: weight_of must give a tensor, got {type(weight).__name__}"
+                ) from None
             left_out[name] = str(error)
             unusable.append((module, read))
             continue
@@ -344,9 +356,9 @@ def _layer(
     axes = len(kernel_size) if isinstance(kernel_size, tuple) else max(0, weight.dim() - 2)
     if read is modules.weight_of and weight.dim() != axes + 2:
         raise ValueError(
-            f"weight of {name} ({type(module).__name__}) must have {axes + 2} dimensions, got {tuple(weight.shape)}; "
-            "if FullyShardedDataParallel flattened it, use fully_shard (FSDP2), or call the regularizer within "
-            "summon_full_params"
+            f"weight of {modules.label(name)} ({type(module).__name__}) must have {axes + 2} dimensions, "
+            f"got {tuple(weight.shape)}; if FullyShardedDataParallel flattened it, use fully_shard (FSDP2), or call "
+            "the regularizer within summon_full_params"
         )
     method = settings.method_of(name, module, tuple(weight.shape[2:]))
     padding = None if method == "conv" else 0
@@ -354,7 +366,7 @@ def _layer(
     try:
         problem = problem_of(weight.shape, stride, dilation, groups, padding, settings.target, settings.part)
     except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
+        raise type(error)(f"{modules.label(name)}: {error}") from None
     note = ""
     if read is modules.weight_of and modules.computes_its_own_way(module):
         note = f"the raw weight; {type(module).__name__} may compute with another one, which weight_of can name"

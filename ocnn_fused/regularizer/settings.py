@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from .. import modules
 from ..problem import Options, Part, Target, options_of, target_of
-from . import modules
 from .distributed import Shard
 
 Method = Literal["conv", "kernel", "srip"]
@@ -95,7 +95,7 @@ class Settings:
         if not callable(self.weight):
             return self.weight
         weight = self.weight(name, module)
-        check_lambda(f"weight of {name}", weight)
+        check_lambda(f"weight of {modules.label(name)}", weight)
         return weight
 
     def method_of(self, name: str, module: nn.Module, kernel: tuple[int, ...]) -> Method:

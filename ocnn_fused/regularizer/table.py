@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..modules import label
 from ..plan import AnyPlan
 from .selection import Layer, Selection
 from .settings import Settings
@@ -26,18 +27,18 @@ def describe(title: str, settings: Settings, progress: str, selection: Selection
             "nothing is regularised: "
             + ("every layer is left out" if selection.left_out else "the model has no Linear and no convolution layer")
         )
-    notes = [(f"  {layer.name}", layer.note) for layer in layers if layer.note]
+    notes = [(f"  {label(layer.name)}", layer.note) for layer in layers if layer.note]
     if notes:
         parts += ["notes:", *_aligned(notes)]
     if selection.left_out:
-        parts += ["left out:", *_aligned([(f"  {name}", reason) for name, reason in selection.left_out.items()])]
+        parts += ["left out:", *_aligned([(f"  {label(name)}", reason) for name, reason in selection.left_out.items()])]
     return "\n".join(parts)
 
 
 def _row(layer: Layer, plan: AnyPlan | None, share: float) -> tuple[str, ...]:
     floor = float(layer.floor) if layer.squared else layer.floor**0.5
     return (
-        layer.name,
+        label(layer.name),
         "x".join(map(str, layer.problem.shape)),
         "x".join(map(str, layer.problem.stride)) or "-",
         str(layer.problem.groups),

@@ -9,6 +9,8 @@ from operator import le
 import torch
 from torch import Tensor
 
+from ..modules import label
+
 #: How many times its first value a loss may have, or the loss of a weight that is zero, whichever is more.
 GROWTH = 100
 
@@ -67,6 +69,8 @@ class Watch:
             return ""
         rows = zip(self._names, self._first, values, self._limits, strict=True)
         grown = [
-            f"{name} ({first:.3g} at first, now {now:.3g})" for name, first, now, limit in rows if not now <= limit
+            f"{label(name)} ({first:.3g} at first, now {now:.3g})"
+            for name, first, now, limit in rows
+            if not now <= limit
         ]
         return ", ".join(grown[:4]) + (f" and {len(grown) - 4} more" if len(grown) > 4 else "")

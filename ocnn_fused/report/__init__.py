@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from ..regularizer.modules import unwrap
+from ..modules import unwrap
 from .checkpoint import CheckpointError, load_checkpoint, read_state_dict
 from .measure import LayerReport, NetworkReport, comparisons, findings, measure
 from .page import as_csv, as_html, as_json

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..regularizer.modules import unwrap
+from ..modules import unwrap
 
 #: Keys under which training scripts keep the weights, and prefixes that wrappers put before every name.
 _NESTED = ("state_dict", "model_state_dict", "model")

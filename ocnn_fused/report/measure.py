@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import fused_orth_loss
-from ..regularizer.modules import named_layers, unwrap
+from ..modules import label, named_layers, unwrap
 from ..spectrum import FilterSimilarity, dead_filters, filter_similarity, layer_sizes, summary, values_by_frequency
 from ..spectrum.network import circular_size
 from ..spectrum.operator import operator_of
@@ -84,16 +84,16 @@ def measure(
     sizes = layer_sizes(model, input_shape)
     similarities = {} if images is None else filter_similarity(model, images, names)
     found, left_out = {}, {}
-    for name in with_progress(names, progress, title):
+    for name in with_progress(names, progress, title, len(names)):
         if name not in sizes:
-            left_out[name] = "the input does not reach it"
+            left_out[label(name)] = "the input does not reach it"
             continue
         similarity = similarities[name] if name in similarities else weight_similarity(modules[name])
         try:
             with torch.no_grad():
-                found[name] = _layer(name, modules[name], sizes[name], similarity)
+                found[label(name)] = _layer(label(name), modules[name], sizes[name], similarity)
         except ValueError as error:
-            left_out[name] = str(error)
+            left_out[label(name)] = str(error)
     return NetworkReport(title, found, left_out)
 
 

@@ -3,7 +3,7 @@
 from .bounds import lower_bound, upper_bound
 from .lipschitz import LipschitzBound, lipschitz_bound
 from .matrix import dbt_matrix
-from .network import SpectrumLogger, layer_sizes, network_spectra, regularizer_spectrum
+from .network import HasSpectrum, SpectrumLogger, circular_size, input_shapes, layer_sizes, network_spectra
 from .operator import LayerOptions
 from .similarity import FilterSimilarity, filter_similarity, weight_similarity
 from .values import (
@@ -19,20 +19,22 @@ from .values import (
 
 __all__ = [
     "FilterSimilarity",
+    "HasSpectrum",
     "LayerOptions",
     "LipschitzBound",
     "SpectrumLogger",
     "Summary",
+    "circular_size",
     "condition_number",
     "dbt_matrix",
     "dead_filters",
     "excess_by_frequency",
     "filter_similarity",
+    "input_shapes",
     "layer_sizes",
     "lipschitz_bound",
     "lower_bound",
     "network_spectra",
-    "regularizer_spectrum",
     "singular_values",
     "spectral_norm",
     "summary",

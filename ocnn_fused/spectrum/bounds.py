@@ -26,6 +26,7 @@ that of the polyphase kernel, whose ``ceil(k/s)`` taps per axis are what counts,
 
 from __future__ import annotations
 
+from functools import partial
 from math import cos, pi, sin
 
 import torch
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .operator import LayerOptions, Symbol, grid, operator_of
-from .values import block_values
+from .values import block_values, in_threads
 
 # Cells that a search may look at before it settles for what it has.
 _MOST_CELLS = 1 << 15
@@ -106,6 +107,7 @@ class _Cells:
         axes = max(1, len(symbol.degrees))
         counts = tuple(max(1, 2 * axes * degree) for degree in symbol.degrees)
         self.centres = grid(counts, (1,) * len(counts), symbol.kernel.device).angles
+        self._gram = self._symbol.gram(len(self.centres))
         self._half_widths = [pi / count for count in counts]
         self.seen = 0
 
@@ -117,7 +119,9 @@ class _Cells:
     def values(self, smallest: bool) -> Tensor:
         """The smallest or largest singular value at every centre."""
         self.seen += len(self.centres)
-        parts = [block_values(self._symbol, angles).flatten(1) for angles in self._symbol.pieces(self.centres)]
+        threads = self._gram.threads
+        results = in_threads(partial(block_values, self._gram), self._gram.pieces(self.centres, threads), threads)
+        parts = [part.flatten(1) for part in results]
         values = torch.cat(parts)
         return values.amin(1) if smallest else values.amax(1)
 

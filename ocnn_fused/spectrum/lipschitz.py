@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..regularizer.modules import is_convolution, is_layer, unwrap
+from ..modules import is_convolution, is_layer, unwrap
 from .bounds import upper_bound
 from .operator import per_axis
 

@@ -4,52 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
-from ..regularizer.modules import named_layers, unwrap
-from .operator import operator_of
+from ..modules import label, named_layers, unwrap
+from .operator import LayerOptions, operator_of
 from .similarity import evaluation
-from .values import Summary, singular_values, summary, with_progress
-
-if TYPE_CHECKING:
-    from ..regularizer import OrthRegularizer
+from .values import Summary, singular_values, with_progress
 
 
-def layer_sizes(model: nn.Module, input_shape: Iterable[int] | Tensor) -> dict[str, tuple[int, ...]]:
-    """Spatial size of the input of every layer, by name, from one forward pass in eval mode.
+def input_shapes(
+    model: nn.Module, input_shape: Iterable[int] | Tensor, layers: Mapping[str, nn.Module]
+) -> dict[str, tuple[int, ...]]:
+    """Shape of what reaches each of some modules of a model, by name, from one forward pass in eval mode.
 
-    ``input_shape``: of one input without the batch, such as (3, 224, 224), or a batch of inputs. Layers that the pass
-    does not reach are missing.
+    ``input_shape``: of one input without the batch, such as (3, 224, 224), or a batch of inputs. Modules that the pass
+    does not reach are missing; of several calls the first counts.
     """
     plain = unwrap(model)
-    sizes: dict[str, tuple[int, ...]] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
     first = next(plain.parameters(), torch.empty(0))
     inputs = input_shape if isinstance(input_shape, Tensor) else torch.zeros(1, *input_shape)
     inputs = inputs.to(first.device, first.dtype) if inputs.is_floating_point() else inputs.to(first.device)
 
-    def note(name: str, rank: int, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        shape = arguments[0].shape
-        sizes.setdefault(name, tuple(shape[len(shape) - rank :]))
+    def note(name: str, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        shapes.setdefault(name, tuple(arguments[0].shape))
 
     hooks = []
     try:
-        for name, module in named_layers(plain):
-            rank = len(module.kernel_size) if hasattr(module, "kernel_size") else 0  # type: ignore[arg-type]
-            hooks.append(module.register_forward_pre_hook(partial(note, name, rank)))
+        for name, module in layers.items():
+            hooks.append(module.register_forward_pre_hook(partial(note, name)))
         with evaluation(plain), torch.no_grad():
             plain(inputs)
     finally:
         for hook in hooks:
             hook.remove()
+    return shapes
+
+
+def layer_sizes(model: nn.Module, input_shape: Iterable[int] | Tensor) -> dict[str, tuple[int, ...]]:
+    """Spatial size of the input of every layer that ``input_shape`` reaches, by name; see :func:`input_shapes`."""
+    modules = dict(named_layers(unwrap(model)))
+    sizes = {}
+    for name, shape in input_shapes(model, input_shape, modules).items():
+        rank = len(getattr(modules[name], "kernel_size", ()))
+        sizes[name] = shape[len(shape) - rank :]
     return sizes
 
 
-def circular_size(module: nn.Module, size: tuple[int, ...]) -> tuple[int, ...]:
+def circular_size(layer: Tensor | nn.Module, size: tuple[int, ...], **options: Unpack[LayerOptions]) -> tuple[int, ...]:
     """``size``, or the next multiple of the stride: the torus on which the layer is looked at."""
-    operator = operator_of(module)
+    operator = operator_of(layer, **options)
     if operator.transposed:
         return size
     return tuple(-(-n // s) * s for n, s in zip(size, operator.stride, strict=True))
@@ -71,7 +79,7 @@ def network_spectra(
     sizes = layer_sizes(model, input_shape)
     names = [name for name in (modules if layers is None else layers) if name in sizes]
     spectra = {}
-    for name in with_progress(names, progress, "layers"):
+    for name in with_progress(names, progress, "layers", len(names)):
         with torch.no_grad():
             spectra[name] = singular_values(
                 modules[name], circular_size(modules[name], sizes[name]), progress=False if progress else None
@@ -79,10 +87,10 @@ def network_spectra(
     return spectra
 
 
-def regularizer_spectrum(reg: OrthRegularizer, input_shape: Iterable[int] | Tensor) -> dict[str, Summary]:
-    """What the spectra of the regularised layers are like, by name; ``input_shape`` of the model, as (3, 32, 32)."""
-    spectra = network_spectra(reg.model, input_shape, reg.layers)
-    return {name: summary(values) for name, values in spectra.items()}
+class HasSpectrum(Protocol):
+    """What a :class:`SpectrumLogger` asks: :meth:`ocnn_fused.OrthRegularizer.spectrum`."""
+
+    def spectrum(self, input_shape: Iterable[int] | Tensor) -> dict[str, Summary]: ...
 
 
 class SpectrumLogger:
@@ -101,7 +109,7 @@ class SpectrumLogger:
 
     def __init__(
         self,
-        reg: OrthRegularizer,
+        reg: HasSpectrum,
         input_shape: Iterable[int] | Tensor,
         log: Any,
         *,
@@ -123,8 +131,8 @@ class SpectrumLogger:
         if step % self.every:
             return {}
         values = {
-            f"{self.prefix}{name}/{quantity}": value
-            for name, found in regularizer_spectrum(self.reg, self.input_shape).items()
+            f"{self.prefix}{label(name)}/{quantity}": value
+            for name, found in self.reg.spectrum(self.input_shape).items()
             for quantity, value in found.as_floats().items()
             if quantity in ("largest", "smallest", "near_one")
         }

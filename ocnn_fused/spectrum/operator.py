@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import gcd, pi, prod
 from typing import Any, Literal
 
@@ -12,13 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
+from ..modules import is_convolution, is_layer, weight_of
 from ..plan import Axis, reduce_axis
-from ..regularizer.modules import is_convolution, is_layer, weight_of
 
 Ints = int | Sequence[int]
 
 #: Bytes that the frequency blocks of one piece may take, with what is computed from them.
 PIECE_BYTES = 1 << 28
+
+#: Side from which on decomposing a matrix takes longer than handing it to a thread.
+SIDE_FOR_THREADS = 48
 
 
 class LayerOptions(TypedDict, total=False):
@@ -50,7 +54,7 @@ class Symbol:
     r"""``A(θ) = sum_m K'_m exp(i m·θ)`` with the polyphase kernel ``K'``, of which the shorter side is the rows.
 
     A circular layer is block diagonal in the Fourier basis, and its blocks are values of the symbol, up to unitary
-    factors. ``kernel`` is ``(groups, rows, columns, m1..mn)`` in float64.
+    factors. ``kernel`` is ``(groups, rows, columns, m1..mn)`` in float64, or float32 for a first look.
     """
 
     kernel: Tensor
@@ -66,7 +70,7 @@ class Symbol:
         return self.kernel.shape[1]
 
     def blocks(self, angles: Tensor) -> Tensor:
-        """``A(θ)`` of every group at ``angles`` (F, n): (F, groups, rows, columns), complex unless it is constant."""
+        """``A(θ)`` of every group at float64 ``angles`` (F, n): (F, groups, rows, columns), complex unless constant."""
         if not any(self.degrees):
             return self.kernel.reshape(1, *self.kernel.shape[:3]).expand(len(angles), -1, -1, -1)
         phases = angles.new_zeros(len(angles), 1)
@@ -74,14 +78,77 @@ class Symbol:
             tap = torch.arange(count, dtype=angles.dtype, device=angles.device)
             phases = (phases[:, :, None] + (angles[:, axis, None] * tap)[:, None]).flatten(1)
         taps = self.kernel.reshape(*self.kernel.shape[:3], -1).movedim(3, 0).flatten(1)
-        blocks = torch.complex(phases.cos() @ taps, phases.sin() @ taps)
+        blocks = torch.complex(phases.cos().to(taps.dtype) @ taps, phases.sin().to(taps.dtype) @ taps)
         return blocks.reshape(-1, *self.kernel.shape[:3])
 
-    def pieces(self, angles: Tensor) -> list[Tensor]:
-        """``angles`` in pieces whose blocks fit into :data:`PIECE_BYTES`."""
-        groups, rows, columns = self.kernel.shape[:3]
-        block_bytes = 16 * groups * rows * (3 * columns + 3 * rows)
-        return list(angles.split(max(1, PIECE_BYTES // block_bytes)))
+    def single(self) -> Symbol:
+        """In float32."""
+        return Symbol(self.kernel.float(), exact_zeros=False)
+
+    def gram(self, count: int) -> Gram:
+        """Of the symbol, for being asked at about ``count`` angles."""
+        points = grid(tuple(2 * degree + 1 for degree in self.degrees), (1,) * len(self.degrees), self.kernel.device)
+        if len(points.angles) >= count or self.kernel.requires_grad or not any(self.degrees):
+            return Gram(self, None)
+        blocks = self.blocks(points.angles)
+        return Gram(self, (points.angles, blocks @ blocks.mH))
+
+
+@dataclass(frozen=True, eq=False)
+class Gram:
+    r"""``G(θ) = A(θ) A(θ)^H``, exact to rounding times its largest value over all θ.
+
+    Its entries are trigonometric polynomials of degree ``n_j`` in ``θ_j``, twice the symbol's span. So ``samples``, the
+    angles of a grid of ``N_j = 2 n_j + 1`` points and ``G`` there, say all, and every further value is their sum,
+
+    .. math:: G(θ) = \sum_j D(θ - θ_j) G(θ_j), \qquad D(θ) = \prod_a \frac{1}{N_a} \sum_{|m| \le n_a} e^{i m θ_a},
+
+    instead of a product of matrices. ``G(-θ)`` is the conjugate: half of the samples are kept.
+    """
+
+    symbol: Symbol
+    samples: tuple[Tensor, Tensor] | None  # None where products are fewer, or a graph is wanted
+
+    def at(self, angles: Tensor) -> Tensor:
+        """(F, n) to (F, groups, rows, rows); real if the symbol is constant."""
+        if self.samples is None:
+            blocks = self.symbol.blocks(angles)
+            return blocks @ blocks.mH
+        points, values = self.samples
+        plus, minus = self._kernel(angles[:, None] - points), self._kernel(angles[:, None] + points)
+        minus = torch.where((points == 0).all(1), 0.0, minus)  # its own mirror image
+        real = (plus + minus).to(values.real.dtype) @ values.real.flatten(1)
+        imaginary = (plus - minus).to(values.real.dtype) @ values.imag.flatten(1)
+        return torch.complex(real, imaginary).reshape(-1, *values.shape[1:])
+
+    @cached_property
+    def accurate_to(self) -> Tensor:
+        """Rounding errors are as those of numbers of this size, 0-dim."""
+        if self.samples is None:
+            return self.symbol.kernel.new_zeros(())  # the errors of each matrix are relative to its own size
+        return torch.linalg.matrix_norm(self.samples[1]).max()
+
+    @property
+    def threads(self) -> int:
+        """How many should work on pieces of a batch."""
+        worth = self.symbol.kernel.device.type == "cpu" and self.symbol.rows >= SIDE_FOR_THREADS
+        return torch.get_num_threads() if worth else 1
+
+    def pieces(self, angles: Tensor, threads: int = 1) -> list[Tensor]:
+        """``angles`` in pieces, some for each of several threads; what is there at a time fits into PIECE_BYTES."""
+        groups, rows, columns = self.symbol.kernel.shape[:3]
+        widths = 3 * rows + (3 * columns if self.samples is None else 0)
+        most = PIECE_BYTES // threads // (2 * self.symbol.kernel.itemsize * groups * rows * widths)
+        evenly = len(angles) if threads == 1 else -(-len(angles) // (4 * threads))
+        return list(angles.split(max(1, min(most, evenly))))
+
+    def _kernel(self, angles: Tensor) -> Tensor:
+        """``D`` of (..., n)."""
+        product = torch.ones_like(angles[..., 0])
+        for axis, degree in enumerate(self.symbol.degrees):
+            multiples = torch.arange(1, degree + 1, dtype=angles.dtype, device=angles.device)
+            product = product * (1 + 2 * (angles[..., axis, None] * multiples).cos().sum(-1)) / (2 * degree + 1)
+        return product
 
 
 @dataclass(frozen=True, eq=False)

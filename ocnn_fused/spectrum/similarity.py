@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from typing_extensions import Unpack
 
-from ..regularizer.modules import named_layers, unwrap
+from ..modules import named_layers, unwrap
 from .operator import LayerOptions, operator_of
 
 

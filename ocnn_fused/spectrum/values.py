@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from math import prod
 from typing import Literal, TypeVar
 
@@ -13,17 +15,17 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from .matrix import extreme_values, zero_padded_fits, zero_padded_values
-from .operator import Ints, LayerOptions, Operator, Symbol, operator_of
+from .operator import Gram, Ints, LayerOptions, Operator, Symbol, operator_of
 
 PaddingMode = Literal["circular", "zeros"]
 
-# Eigenvalues of a Gram matrix are squares: relative to the largest, one of 1e-8 still gives its root to 1e-11.
+# Eigenvalues of a Gram matrix are squares: relative to the largest of all, one of 1e-8 still gives its root to 1e-11.
 _SAFE_RATIO = 1e-8
 # Multiplications of all Gram matrices: above it the computation takes more than some seconds.
 _LONG = 5e9
-# For the largest value alone: steps to guess where it is, and blocks that are decomposed at a time.
-_POWER_STEPS = 8
-_DECOMPOSED = 4
+# For the largest value alone: steps and vectors to guess where it is.
+_POWER_STEPS = 5
+_POWER_VECTORS = 8
 
 
 def singular_values(
@@ -52,9 +54,10 @@ def singular_values(
     .. math:: \bigcup_{w} \sigma(A(2πw/Q)), \qquad A(θ) = \sum_m K'_m e^{i m·θ},
 
     where ``K'`` is the polyphase kernel. Frequencies ``w`` and ``-w`` have the same values and are computed once. The
-    values of a block are roots of eigenvalues of its Gram matrix; a block of a float64 weight with values below 1e-4
-    of its largest is decomposed itself. Errors are below 1e-10 of the largest value; for other dtypes below 1e-7, which
-    is what rounding the weight to float32 costs. The zero-padded layer has no such structure: its matrix is decomposed.
+    values of a block are roots of eigenvalues of its Gram matrix, which is interpolated from those of a few
+    frequencies; a block of a float64 weight with values below 1e-4 of the largest is decomposed itself. Errors are
+    below 1e-10 of the largest value; for other dtypes below 1e-7, which is what rounding the weight to float32 costs.
+    The zero-padded layer has no such structure: its matrix is decomposed.
     """
     operator = operator_of(layer, **options)
     if _is_zeros(padding_mode):
@@ -79,11 +82,14 @@ def values_by_frequency(
 def _by_frequency(operator: Operator, input_size: Ints, progress: bool | None) -> Tensor:
     frequencies = operator.frequencies(input_size)
     symbol = operator.symbol()
-    pieces = symbol.pieces(frequencies.angles)
     work = prod(symbol.kernel.shape[:3]) * symbol.rows * len(frequencies.angles)
     long = work > _LONG if progress is None else progress
-    parts = [block_values(symbol, angles).flatten(1) for angles in with_progress(pieces, long, "frequencies")]
-    return torch.cat(parts)[frequencies.place]
+    gram = symbol.gram(len(frequencies.angles))
+    threads = 1 if symbol.kernel.requires_grad else gram.threads
+    pieces = gram.pieces(frequencies.angles, threads)
+    results = in_threads(partial(block_values, gram), pieces, threads)
+    parts = with_progress(results, long, "frequencies", len(pieces))
+    return torch.cat([part.flatten(1) for part in parts])[frequencies.place]
 
 
 def _is_zeros(padding_mode: PaddingMode) -> bool:
@@ -92,35 +98,52 @@ def _is_zeros(padding_mode: PaddingMode) -> bool:
     return padding_mode == "zeros"
 
 
-def block_values(symbol: Symbol, angles: Tensor) -> Tensor:
+def block_values(gram: Gram, angles: Tensor) -> Tensor:
     """(F, groups, rows), ascending or descending."""
-    blocks = symbol.blocks(angles)
+    symbol = gram.symbol
     if symbol.rows == 1:
-        return torch.linalg.vector_norm(blocks, dim=-1)
-    if blocks.requires_grad:  # the root of an eigenvalue has no gradient at zero
-        return torch.linalg.svdvals(blocks)
-    squares = torch.linalg.eigvalsh(blocks @ blocks.mH)
+        return torch.linalg.vector_norm(symbol.blocks(angles), dim=-1)
+    if symbol.kernel.requires_grad:  # the root of an eigenvalue has no gradient at zero
+        return torch.linalg.svdvals(symbol.blocks(angles))
+    squares = torch.linalg.eigvalsh(gram.at(angles))
     values = squares.clamp(min=0).sqrt()
     if symbol.exact_zeros:
-        unsafe = squares[..., 0] <= _SAFE_RATIO * squares[..., -1]
+        size = squares[..., -1].clamp(min=gram.accurate_to)
+        unsafe = (squares[..., 0] <= _SAFE_RATIO * size).any(-1)
         if unsafe.any():
-            values[unsafe] = torch.linalg.svdvals(blocks[unsafe])
+            values[unsafe] = torch.linalg.svdvals(symbol.blocks(angles[unsafe]))
     return values
 
 
 Item = TypeVar("Item")
 
 
-def with_progress(items: Sequence[Item], show: bool, label: str) -> Iterator[Item]:
-    """``items``, with a bar if there are several, tqdm is installed and stderr is a terminal."""
-    if show and len(items) > 1 and sys.stderr.isatty():
+def with_progress(items: Iterable[Item], show: bool, label: str, count: int) -> Iterator[Item]:
+    """``items``, ``count`` of them, with a bar if there are several, tqdm is installed and stderr is a terminal."""
+    if show and count > 1 and sys.stderr.isatty():
         try:
             from tqdm import tqdm  # type: ignore[import-untyped]
         except ImportError:
             pass
         else:
-            return iter(tqdm(items, desc=label, leave=False))
+            return iter(tqdm(items, desc=label, leave=False, total=count))
     return iter(items)
+
+
+def in_threads(function: Callable[[Tensor], Tensor], pieces: Sequence[Tensor], threads: int) -> Iterator[Tensor]:
+    """``function`` of every piece, in order, ``threads`` at a time; for what has no graph if that is more than one.
+
+    LAPACK takes one matrix of a batch after the other, and its own threads only slow down matrices of these sizes.
+    """
+    if threads == 1 or len(pieces) == 1:
+        yield from map(function, pieces)
+        return
+    before = torch.get_num_threads()
+    with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        try:
+            yield from pool.map(function, pieces)
+        finally:  # the workers have set what threads to come would start with
+            torch.set_num_threads(before)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -137,10 +160,11 @@ def spectral_norm(
 ) -> Tensor:
     """The largest singular value, 0-dim, float64, with a graph to the weight; arguments as in :func:`singular_values`.
 
-    For a circular layer exact to rounding, and faster than all values. Power iteration on the Gram matrices of all
-    frequencies says where the largest may be; a few blocks are decomposed, and for the others a Cholesky decomposition
-    of ``best^2 I - A A^H`` shows that they are below. Those for which it fails are next. A zero-padded layer too large
-    for its matrix goes through the Lanczos method, to 1e-8, without a graph.
+    For a circular layer exact to rounding, and faster than all values. Some power iteration on the Gram matrices of all
+    frequencies, in float32, says where the largest may be. There it is computed in float64, and for the others a
+    Cholesky decomposition of ``best^2 I - A A^H`` in float32 shows that they are below; those for which it fails are
+    next. What is too near for float32 is computed in float64. A zero-padded layer too large for its matrix goes through
+    the Lanczos method, to 1e-8, without a graph.
     """
     operator = operator_of(layer, **options)
     if _is_zeros(padding_mode):
@@ -148,50 +172,95 @@ def spectral_norm(
             return zero_padded_values(operator, input_size)[0]
         return extreme_values(operator, input_size)[0]
     symbol = operator.symbol()
-    kernel = symbol.kernel.detach()
-    # Of a size that single precision can square.
-    detached = Symbol(kernel / kernel.abs().max().clamp(min=torch.finfo(kernel.dtype).tiny), symbol.exact_zeros)
     angles = operator.frequencies(input_size).angles
-    best, where = 0.0, angles[:1]
-    for piece in detached.pieces(angles):
-        best, index = _largest(detached, piece, best)
-        if index >= 0:
-            where = piece[index : index + 1]
-    return torch.linalg.matrix_norm(symbol.blocks(where), 2).amax()
+    norm, where = _largest(symbol, angles)
+    return torch.linalg.matrix_norm(symbol.blocks(angles[where]), 2).amax() if symbol.kernel.requires_grad else norm
 
 
-def _largest(symbol: Symbol, angles: Tensor, best: float) -> tuple[float, int]:
-    """Largest ``||A(θ)||`` among ``angles`` and its index; ``best`` and -1 if none exceeds that."""
-    index = -1
+@torch.no_grad()
+def _largest(symbol: Symbol, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest ``||A(θ)||`` among ``angles``, and the index of the frequency that has it, (1,)."""
+    kernel = symbol.kernel.detach()
+    # At least the largest norm: what is left is at most 1, and single precision can raise it to some powers.
+    scale = (
+        torch.linalg.vector_norm(kernel.reshape(*kernel.shape[:3], -1), dim=(0, 1, 2))
+        .sum()
+        .clamp(min=torch.finfo(kernel.dtype).tiny)
+    )
+    double = Symbol(kernel / scale, exact_zeros=False).gram(0)
+    single = double.symbol.single().gram(len(angles))
+    where, done = torch.zeros(1, dtype=torch.long, device=angles.device), 0
+    best = torch.zeros((), dtype=kernel.dtype, device=angles.device)
+    for piece in single.pieces(angles):
+        if symbol.rows == 1:
+            squares = block_values(double, piece).square().flatten(1).amax(1)
+            square, index = squares.max(0, keepdim=True)
+        else:
+            square, index = _largest_square(double, single, piece, best)
+        if square > best:
+            best, where = square.squeeze(), done + index
+        done += len(piece)
+    return best.sqrt() * scale, where
+
+
+def _largest_square(double: Gram, single: Gram, angles: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+    """Largest eigenvalue of the Gram matrices at ``angles`` and its index, (1,), if any exceeds ``best``; else that."""
     left = torch.arange(len(angles), device=angles.device)
-    single = Symbol(symbol.kernel.float(), exact_zeros=False).blocks(angles.float())
-    gram = single @ single.mH
-    likely = _power_iteration(gram).amax(-1)
+    index = left[:1]
+    grams = single.at(angles)
+    likely = _likely_square(grams).amax(-1)
+    # Tens of times the rounding errors.
+    margin = 8 * (single.symbol.rows + 8) * torch.finfo(torch.float32).eps
+    if best > 0:
+        left = left[~_are_below(grams, left, best * (1 - margin), double.threads)]
     while len(left):
-        order = likely[left].argsort(descending=True)
-        first, left = left[order[:_DECOMPOSED]], left[order[_DECOMPOSED:]]
-        blocks = symbol.blocks(angles[first])
-        squares = torch.linalg.eigvalsh(blocks @ blocks.mH)[..., -1].amax(-1)
-        norm = float(squares.max().clamp(min=0).sqrt())
-        if norm > best:
-            best, index = norm, int(first[squares.argmax()])
-        # Below best, with a margin of tens of times the rounding errors of single precision.
-        below = best**2 * (1 - 8 * symbol.rows * torch.finfo(torch.float32).eps)
-        gaps = -gram[left]
-        gaps.diagonal(dim1=-2, dim2=-1).add_(below)
-        left = left[(torch.linalg.cholesky_ex(gaps).info != 0).any(-1)]
+        first = left[likely[left].argmax(0, keepdim=True)]
+        square = _largest_eigenvalues(double, angles[first]).squeeze()
+        if square <= best:  # float32 cannot tell what is left from the best
+            pieces = double.pieces(angles[left], double.threads)
+            squares = in_threads(partial(_largest_eigenvalues, double), pieces, double.threads)
+            square, place = torch.cat(list(squares)).max(0, keepdim=True)
+            return (square.squeeze(), left[place]) if square > best else (best, index)
+        best, index = square, first
+        left = left[left != first]
+        left = left[~_are_below(grams, left, best * (1 - margin), double.threads)]
     return best, index
 
 
-def _power_iteration(gram: Tensor) -> Tensor:
-    """About the largest eigenvalue of each of ``gram`` (F, groups, r, r); from a fixed start."""
+def _largest_eigenvalues(gram: Gram, angles: Tensor) -> Tensor:
+    """At each of ``angles``, of all groups: (F,)."""
+    return torch.linalg.eigvalsh(gram.at(angles)).amax((1, 2))
+
+
+def _are_below(grams: Tensor, chosen: Tensor, bound: Tensor, threads: int) -> Tensor:
+    """Whether all eigenvalues of the ``chosen`` among ``grams`` (F, groups, r, r) are below ``bound``, one by one."""
+
+    def are_below(part: Tensor) -> Tensor:
+        gaps = -grams[part]
+        gaps.diagonal(dim1=-2, dim2=-1).add_(bound.to(grams.real.dtype))
+        return (torch.linalg.cholesky_ex(gaps).info == 0).all(-1)
+
+    return torch.cat(list(in_threads(are_below, chosen.split(max(1, -(-len(chosen) // threads))), threads)))
+
+
+def _likely_square(grams: Tensor) -> Tensor:
+    """About the largest eigenvalue of each of ``grams`` (F, groups, r, r), of norm at most 1.
+
+    That of ``V^H G V`` with ``V`` an orthonormal basis of what some steps of power iteration make of a fixed start.
+    """
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(gram.shape[-1], 2, generator=generator, device="cpu").to(gram)
-    vectors = start.expand(*gram.shape[:-1], 2)
+    width = min(_POWER_VECTORS, grams.shape[-1])
+    start = torch.randn(grams.shape[-1], width, generator=generator, device="cpu").to(grams)
+    vectors = start.expand(*grams.shape[:-1], width)
     for _ in range(_POWER_STEPS):
-        vectors = gram @ vectors
-        vectors = vectors / torch.linalg.vector_norm(vectors, dim=-2, keepdim=True).clamp(min=1e-30)
-    return torch.linalg.vector_norm(gram @ vectors, dim=-2).amax(-1)
+        vectors = grams @ vectors
+    vectors = vectors / torch.linalg.vector_norm(vectors, dim=-2, keepdim=True).clamp(min=1e-30)
+    overlap = vectors.mH @ vectors
+    overlap.diagonal(dim1=-2, dim2=-1).add_(1e-6)
+    lower = torch.linalg.cholesky_ex(overlap).L
+    half = torch.linalg.solve_triangular(lower, vectors.mH @ (grams @ vectors), upper=False)
+    inner = torch.linalg.solve_triangular(lower, half.mH, upper=False)
+    return torch.linalg.eigvalsh(torch.nan_to_num(inner))[..., -1]
 
 
 # ----------------------------------------------------------------------------------------------------------------------

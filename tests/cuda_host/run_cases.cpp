@@ -72,6 +72,7 @@ class Writer {
 template <typename S, typename T>
 struct Case {
   Case(Reader& input, bool with_gradient) : with_grad(with_gradient) {
+    adds = input.integer() != 0;
     groups = input.integer();
     rows = input.integer();
     channels = input.integer();
@@ -88,11 +89,25 @@ struct Case {
     }
     weights.resize(input.integer());
     for (auto& weight : weights) weight = input.reals<S>();
-    for (size_t w = 0; w < weights.size(); ++w) grads.emplace_back(with_grad ? weights[w].size() : 0, S(0.0f));
+    for (size_t w = 0; w < weights.size(); ++w) {
+      grads.emplace_back(with_grad ? weights[w].size() : 0, S(adds ? 1.0f : 0.0f));
+      factors_.push_back(-0.25 * static_cast<double>(w + 1));
+    }
+  }
+
+  // Where gradients are added: those of the last weight first, and all of them doubled.
+  PlacedFactors<T> factors() const {
+    PlacedFactors<T> result{{adds ? factors_.data() : nullptr, groups, false}, 2, 0, {}};
+    for (size_t w = 0; w < weights.size(); ++w) result.place[w] = static_cast<int>(weights.size() - 1 - w);
+    return result;
   }
 
   WeightView<const S> weight_view() const { return with_data<const S>(weights); }
-  WeightView<S> grad_view() { return with_data<S>(grads); }
+  WeightView<S> grad_view() {
+    WeightView<S> result = with_data<S>(grads);
+    result.adds = adds;
+    return result;
+  }
 
   template <typename E, typename Storage>
   WeightView<E> with_data(Storage& storage) const {
@@ -120,10 +135,11 @@ struct Case {
     for (const auto& grad : grads) output.reals(grad);
   }
 
-  bool with_grad;
+  bool with_grad, adds;
   int64_t groups, rows, channels;
   WeightView<S> view{};
   std::vector<std::vector<S>> weights, grads;
+  std::vector<double> factors_;
 };
 
 template <typename S, typename T>
@@ -269,7 +285,7 @@ class PlanExecution {
     if (plan_.diagonal()) {
       partials_.assign(groups_ * diagonal_partials(outputs, side_), NAN);
       launch(mix_diagonal_launch(outputs, groups_, side_), mix_diagonal_kernel<T>, x_.data(), outputs, targets_,
-             groups_, side_, case_.with_grad, partials_.data());
+             case_.factors(), groups_, side_, case_.with_grad, partials_.data());
       return;
     }
     const T* values = constants_.data();
@@ -278,7 +294,7 @@ class PlanExecution {
     const int tile = mix_tile<T>(lags, outputs);
     partials_.assign(groups_ * mix_pairs(side_, tile), NAN);
     launch(mix_launch<T>(lags, outputs, groups_, side_, tile), mix_kernel_for<T>(tile), x_.data(), view, targets_,
-           groups_, side_, case_.with_grad, partials_.data());
+           case_.factors(), groups_, side_, case_.with_grad, partials_.data());
   }
 
   Case<S, T> case_;
@@ -307,8 +323,8 @@ void run_small(Reader& input, Writer& output, bool with_grad) {
   const SmallShape shape = small_shape<T>(plan.groups, own.rows, own.channels, plan.taps, plan.lags);
   std::vector<double> partials(count * shape.thread_blocks(), NAN);
   const Targets<T> targets{plan.target, nullptr};
-  launch(small_launch<T>(shape, count), small_kernel<S, T>, own.weight_view(), own.grad_view(), pairs, targets, shape,
-         partials.data());
+  launch(small_launch<T>(shape, count), small_kernel<S, T>, own.weight_view(), own.grad_view(), pairs, targets,
+         own.factors(), shape, partials.data());
   own.write(output, partials, 0, targets);
 }
 

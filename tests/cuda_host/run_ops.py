@@ -43,13 +43,40 @@ CASES = [
 
 
 def execute(
-    weights: Sequence[torch.Tensor], plan: Plan, with_grad: bool
+    weights: Sequence[torch.Tensor],
+    plan: Plan,
+    with_grad: bool,
+    factors: torch.Tensor | None = None,
+    factor: float = 1.0,
+    per_target: bool = False,
+    targets: Sequence[torch.Tensor] = (),
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """As on a GPU, whatever the device of the weights."""
     lowered = lowering.lower(plan, accumulation_dtype(weights[0].dtype))
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     compiled = torch.classes.ocnn_fused.Plan(*lowered)
-    return torch.ops.ocnn_fused.execute.default.redispatch(key, weights, compiled, with_grad)
+    places = list(range(len(weights)))
+    return torch.ops.ocnn_fused.execute.default.redispatch(
+        key, weights, compiled, with_grad, factors, places, factor, per_target, list(targets)
+    )
+
+
+def check_epilogue(weights: Sequence[torch.Tensor], plan: Plan, grads: Sequence[torch.Tensor]) -> None:
+    """Gradients times factors, added to other tensors and to the weights themselves."""
+    factors = torch.linspace(-1.0, -0.25, len(weights), dtype=torch.float64)
+    scaled = execute(weights, plan, True, factors, 0.5)[1]
+    targets = [torch.randn_like(weight) for weight in weights]
+    before = [target.clone() for target in targets]
+    assert not execute(weights, plan, True, factors, 0.5, targets=targets)[1]
+    own = [weight.clone() for weight in weights]
+    execute(own, plan, True, factors, 0.5, targets=own)
+    zipped = zip(weights, grads, factors.tolist(), scaled, targets, before, own, strict=True)
+    for weight, grad, factor, times, target, start, moved in zipped:
+        expected = 0.5 * factor * grad.double()
+        tolerance = 4 * TOLERANCES[weight.dtype] * max(1.0, float(grad.double().abs().max()))
+        assert (times.double() - expected).abs().max() <= tolerance
+        assert (target.double() - start.double() - expected).abs().max() <= tolerance
+        assert (moved.double() - weight.double() - expected).abs().max() <= tolerance
 
 
 def layouts(weight: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -72,6 +99,7 @@ def check(name: str, case: Case, dtype: torch.dtype, count: int, layout: str) ->
     alone, nothing = execute(weights, plan, False)
     assert not nothing
     assert len(losses) == len(grads) == len(alone) == count
+    check_epilogue(weights, plan, grads)
     for weight, loss, grad, loss_alone in zip(weights, losses, grads, alone, strict=True):
         assert loss.shape == ()
         assert loss.dtype == accumulation_dtype(dtype)

@@ -16,7 +16,7 @@ from ...plan import Plan
 from ...problem import Launch, Options, Precision
 from .. import pytorch
 from ..device import Device, asked_precision, spec_of
-from ..job import Executable, Job, joined
+from ..job import Epilogue, Executable, Job, is_bilinear, joined
 from ..model import plan_seconds
 from ..rounding import is_accurate
 from .availability import unavailable_reason
@@ -29,8 +29,11 @@ __all__ = [
     "resolve_precision",
     "run",
     "seconds",
+    "takes",
     "unavailable_reason",
 ]
+
+takes = is_bilinear
 
 
 def resolve_precision(precision: Precision | None, device: Device, linear: bool) -> Precision:
@@ -71,8 +74,19 @@ def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -
             plans = [jobs[index].plan for index in of_piece]
             with_grad = [jobs[index].operand.with_grad for index in of_piece]
             launch = options.launch or "auto"
-            parts.append((of_piece, partial(run, plans=plans, with_grad=with_grad, precision=precision, launch=launch)))
+            parts.append((of_piece, partial(_execute, plans, with_grad, precision, launch)))
     return joined(parts)
+
+
+def _execute(
+    plans: Sequence[Plan],
+    with_grad: Sequence[bool],
+    precision: Precision,
+    launch: Launch,
+    weights: Sequence[Tensor],
+    epilogue: Epilogue | None = None,
+) -> tuple[list[Tensor], list[Tensor]]:
+    return run(weights, plans, with_grad, precision=precision, launch=launch, epilogue=epilogue)
 
 
 def pieces(jobs: Sequence[Job[Plan]], precision: Precision) -> list[list[int]]:
@@ -80,6 +94,11 @@ def pieces(jobs: Sequence[Job[Plan]], precision: Precision) -> list[list[int]]:
     from .tables import workspace_of
 
     sizes = [workspace_of(job.plan, 2 if precision == "bf16" else 4, job.operand.with_grad) for job in jobs]
+    return grouped(sizes)
+
+
+def grouped(sizes: Sequence[int]) -> list[list[int]]:
+    """Places of neighbours that together take no more than the workspace may, or than the largest alone."""
     limit = max(workspace_limit(), *sizes)
     found: list[list[int]] = [[]]
     used = 0
@@ -113,23 +132,34 @@ def run(
     precision: Precision,
     launch: Launch = "auto",
     config: Config | None = None,
+    epilogue: Epilogue | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False; none is float64."""
     from .cooperative import is_possible, resident_programs
-    from .launch import Call
+    from .launch import Call, can_add
 
+    if epilogue is not None and (epilogue.per_target or not can_add(weights, epilogue.targets)):
+        losses, grads = run(weights, plans, with_grad, precision=precision, launch=launch, config=config)
+        return losses, [
+            epilogue.settle(place, weight, grad, plan.groups) if wanted else grad
+            for place, (weight, grad, plan, wanted) in enumerate(zip(weights, grads, plans, with_grad, strict=True))
+        ]
     spec = spec_of(weights[0].device)
     programs = None
     if launch == "single" or (launch == "auto" and is_possible() and prefer_single(plans, spec, precision)):
-        call = Call(weights, plans, with_grad, precision, config or single_config(shipped(spec)[precision]))
+        call = Call(weights, plans, with_grad, precision, config or single_config(shipped(spec)[precision]), epilogue)
         programs = resident_programs(call)
         if programs is None and launch == "single":
             raise RuntimeError(
                 "launch='single' needs cooperative launches with a provable grid, which this device lacks"
             )
     if programs is None:
-        call = Call(weights, plans, with_grad, precision, config or config_for(plans, precision, weights[0].device))
+        config = config or config_for(plans, precision, weights[0].device)
+        call = Call(weights, plans, with_grad, precision, config, epilogue)
     call.run(programs)
+    if call.adds:
+        torch.autograd.graph.increment_version([t for t in epilogue.targets if not t.is_inference()])  # type: ignore[union-attr]
+        return call.loss_of_each(), []
     return call.loss_of_each(), call.grads()
 
 

@@ -13,6 +13,9 @@ from ..device import missing_gpu
 #: The oldest triton whose interpreter, cooperative launch and `tl.dot` arguments the kernels rely on.
 MINIMUM_TRITON = (3, 3)
 
+#: This numpy makes no int of an array with one element, on which the interpreter of older versions of triton relies.
+INTERPRETER_NUMPY, INTERPRETER_TRITON = (2, 5), (3, 7)
+
 #: The oldest NVIDIA architecture on which Triton uses the tensor cores, and the AMD ones `make gpu-check` compiles for.
 MINIMUM_CAPABILITY = (8, 0)
 AMD_ARCHITECTURES = ("gfx90a", "gfx942")
@@ -32,11 +35,15 @@ def triton_reason() -> str | None:
         import triton.language
     except ImportError as error:
         return f"triton is installed but does not load: {error}"
-    version = triton.__version__
-    if tuple(int(part) for part in version.split("+")[0].split(".")[:2]) < MINIMUM_TRITON:
+    if _release(triton.__version__) < MINIMUM_TRITON:
         wanted = ".".join(map(str, MINIMUM_TRITON))
-        return f"triton {version} is too old, {wanted} or newer is needed; `pip install 'triton>={wanted}'`"
+        return f"triton {triton.__version__} is too old, {wanted} or newer is needed; `pip install 'triton>={wanted}'`"
     return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor."""
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
 @lru_cache(maxsize=1)
@@ -60,11 +67,27 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
+def interpreter_reason() -> str | None:
+    """What keeps Triton's interpreter from running."""
+    if importlib.util.find_spec("numpy") is None:
+        return "Triton's interpreter needs numpy, which is not installed; `pip install numpy`"
+    import numpy
+    import triton
+
+    if _release(triton.__version__) < INTERPRETER_TRITON and _release(numpy.__version__) >= INTERPRETER_NUMPY:
+        triton_wanted, numpy_wanted = (".".join(map(str, each)) for each in (INTERPRETER_TRITON, INTERPRETER_NUMPY))
+        return (
+            f"the interpreter of triton {triton.__version__} cannot use numpy {numpy.__version__}; "
+            f"`pip install 'numpy<{numpy_wanted}'`, or triton {triton_wanted} or newer with a torch that it fits"
+        )
+    return None
+
+
 def device_reason(device: torch.device) -> str | None:
     """What is wrong with the device."""
     if device.type == "cpu":
         if interpreted():
-            return None
+            return interpreter_reason()
         return "it serves GPUs; to try it on CPU tensors, start Python with TRITON_INTERPRET=1 (slow)"
     if device.type != "cuda":
         return f"it serves CUDA and ROCm devices, not {device.type}"

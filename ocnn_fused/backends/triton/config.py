@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ...plan import Plan
 from ...problem import Precision
@@ -60,6 +61,14 @@ def shipped(spec: DeviceSpec) -> dict[Precision, tuple[Config, ...]]:
 MIX_SIZES = (16, 32, 64)
 
 
+@cache
+def _spills_early() -> bool:
+    """Whether the compiler is that of triton 3.3, which needs a few registers more for the same kernels."""
+    import triton
+
+    return tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4)
+
+
 def compile_options(kernel: str, config: Config, capability: tuple[int, int] | None) -> dict[str, int]:
     """How Triton compiles a kernel, named by its stage or "single"; ``capability`` is NVIDIA's, None elsewhere."""
     # A product and its sum are rounded once; unless said here, that would depend on the version of Triton.
@@ -74,7 +83,7 @@ def compile_options(kernel: str, config: Config, capability: tuple[int, int] | N
     elif capability is not None and kernel == "mix":
         # Bound by memory, the stage needs programs in flight: with so few registers three share a multiprocessor. On
         # sm_80 and sm_120 it would spill, and two share one.
-        options["maxnreg"] = 208 if capability in ((8, 0), (12, 0)) else 168
+        options["maxnreg"] = 208 if capability in ((8, 0), (12, 0)) or _spills_early() else 168
     if kernel == "single":
         options["launch_cooperative_grid"] = True
     return options
@@ -93,12 +102,12 @@ def _registers(kernel: str, config: Config) -> int:
         return 255  # all there are
     if config.warps > 4:
         return 128  # two programs
-    return 168  # three programs
+    return 208 if _spills_early() else 168  # two programs, or three
 
 
 def single_config(configs: tuple[Config, ...]) -> Config:
     """The smallest tiles, shallow and buffered twice: the single kernel has little work and no registers to spare."""
-    return replace(configs[0], depth=16, stages=2)
+    return replace(configs[0], depth=16, stages=2, warps=8 if _spills_early() else configs[0].warps)
 
 
 def choose_config(configs: tuple[Config, ...], large_tiles: int, multiprocessors: int) -> Config:

@@ -16,6 +16,9 @@ FLOAT32, FLOAT16, BFLOAT16 = map(tl.constexpr, range(3))
 # What the gram stage does with a finished tile.
 STORE, RESIDUAL_ZERO, RESIDUAL_LAG, SMALL = map(tl.constexpr, range(4))
 
+# Which gradients are wanted: none, as they are, or times a number for each weight.
+NO_GRAD, PLAIN_GRAD, SCALED = map(tl.constexpr, range(3))
+
 # Operands of an apply term: Y V, Y^T V, or V Y where the planes are the weight itself and Y is symmetric.
 PLAIN, TRANSPOSED, SWAPPED = map(tl.constexpr, range(3))
 
@@ -105,6 +108,7 @@ class GradientRow(NamedTuple):
     """The gradient of one plane of one group, for apply: the sum over the terms ``[first, last)``."""
 
     small: int
+    weight: int  # whose gradient it is a part of
     in_grads: int  # written straight into the weight's gradient
     target_bytes: int
     row_stride: int

@@ -61,14 +61,34 @@ def load_float(address, first, offsets, mask, dtype):
 
 
 @triton.jit
-def store_float(address, first, offsets, values, mask, dtype):
-    """Float32 values to ``first + offsets`` of a gradient of any supported dtype."""
+def store_float(address, first, offsets, values, mask, dtype, ADDS: tl.constexpr):
+    """Float32 values to ``first + offsets`` of a gradient of any supported dtype, or added to what is there."""
+    if ADDS:
+        values += load_float(address, first, offsets, mask, dtype)
     if dtype == fields.FLOAT32:
         tl.store(aligned(address, tl.float32) + first + offsets, values, mask=mask)
     elif dtype == fields.FLOAT16:
         tl.store(aligned(address, tl.float16) + first + offsets, values.to(tl.float16), mask=mask)
     else:
         tl.store(aligned(address, tl.bfloat16) + first + offsets, values.to(tl.bfloat16), mask=mask)
+
+
+@triton.jit
+def gradient_base(weight, grads, targets, ADDS: tl.constexpr):
+    """What the offset of a weight's gradient is relative to: where all of them lie, or what it is added to."""
+    base = grads.to(tl.int64)
+    if ADDS:
+        base = tl.load(targets + weight)
+    return base
+
+
+@triton.jit
+def gradient_factor(weight, with_grad, factors, factor):
+    """What a weight's gradient is multiplied by; numbers of one weight each count where ``with_grad`` is SCALED."""
+    scale = factor
+    if with_grad == fields.SCALED:
+        scale *= tl.load(factors + weight).to(tl.float32)
+    return scale
 
 
 @triton.jit
@@ -195,7 +215,9 @@ def evaluate_tile(
 
 
 @triton.jit
-def gather_tile(table, constants, tile, workspace, grads, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def gather_tile(
+    table, constants, tile, workspace, grads, targets, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr
+):
     """``dK[i, c, source[r, m]] = sum_p E[p, m] G_p[i, (r, c)]``: the transpose of evaluate."""
     block = table + tl.load(tile + fields.I_ROW)
     group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
@@ -204,7 +226,8 @@ def gather_tile(table, constants, tile, workspace, grads, ROWS: tl.constexpr, CO
     tap_offsets = table + tl.load(block + fields.B_GRAD_TAP_OFFSETS) + residue * padded_taps
     padded_taps = aligned_stride(padded_taps)
     source = (workspace.to(tl.int64) + tl.load(block + fields.B_GRADIENTS_BYTES)).to(tl.pointer_type(tl.float32))
-    grad = grads.to(tl.int64) + tl.load(block + fields.B_GRAD_BYTES)
+    grad = gradient_base(tl.load(block + fields.B_WEIGHT), grads, targets, ADDS)
+    grad += tl.load(block + fields.B_GRAD_BYTES)
 
     row_stride = tl.load(block + fields.B_GRAD_ROW_STRIDE)
     channel_stride = tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
@@ -231,7 +254,7 @@ def gather_tile(table, constants, tile, workspace, grads, ROWS: tl.constexpr, CO
         tap = tl.load(tap_offsets + first + lane)
         mask = (tap >= 0)[None, None, :] & inside[:, :, None]
         places = elements[:, :, None] + tap.to(tl.int32)[None, None, :]
-        store_float(grad, first_element, places, tl.permute(values, (1, 2, 0)), mask, dtype)
+        store_float(grad, first_element, places, tl.permute(values, (1, 2, 0)), mask, dtype, ADDS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -332,10 +355,10 @@ def gram_columns(
 
 @triton.jit
 def gram_tile(
-    table, tile, weights, workspace, partials, with_grad,
+    table, tile, weights, workspace, partials, with_grad, factors, factor,
     PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """``X_o = sum V_l V_r^T``; where outputs are lags, ``4 (X_o - [lag 0] a I)`` and the loss instead."""
+    """``X_o = sum V_l V_r^T``; where outputs are lags, ``4 f (X_o - [lag 0] a I)`` and the loss instead."""
     output = table + tl.load(tile + fields.I_ROW)
     first_tile = tl.load(tile + fields.I_FIRST).to(tl.int64)
     second_tile = tl.load(tile + fields.I_SECOND).to(tl.int64)
@@ -369,7 +392,8 @@ def gram_tile(
         # A lag stands for its negative too, and a tile above the diagonal for the one below it.
         weight = tl.where((kind == fields.RESIDUAL_ZERO) & (first_tile == second_tile), 1.0, 2.0)
         tl.store(partials + tl.load(tile + fields.I_SLOT), tl.sum(total * total) * weight)
-        total = as_operand(total * 4.0, tl.float32, TF32)
+        scale = 4.0 * gradient_factor(tl.load(output + fields.O_WEIGHT), with_grad, factors, factor)
+        total = as_operand(total * scale, tl.float32, TF32)
     if stored:
         stride = aligned_stride(tl.load(output + fields.O_ROW_STRIDE))
         target = aligned(workspace.to(tl.int64) + tl.load(output + fields.O_OUTPUT_BYTES), tl.float32)
@@ -428,7 +452,7 @@ def mix_store(
 
 @triton.jit
 def mix_pair(
-    table, constants, tile, workspace, partials, with_grad,
+    table, constants, tile, workspace, partials, with_grad, factors, factor,
     TF32: tl.constexpr, SIZE: tl.constexpr, SIDE: tl.constexpr,
 ):  # fmt: skip
     """A tile of all outputs together with its mirror image, in place; SIZE bounds the number of outputs.
@@ -443,7 +467,7 @@ def mix_pair(
     side = tl.load(row + fields.M_SIDE)
     count = tl.load(row + fields.M_OUTPUTS)
     lags = tl.load(row + fields.M_LAGS)
-    matrix = constants + tl.load(row + fields.M_MATRICES)
+    matrix = constants + aligned_stride(tl.load(row + fields.M_MATRICES))
     output_stride = aligned_stride(tl.load(row + fields.M_OUTPUT_STRIDE))
     stride = aligned_stride(tl.load(row + fields.M_ROW_STRIDE))
     outputs = aligned(workspace.to(tl.int64) + tl.load(row + fields.M_OUTPUTS_BYTES), tl.float32)
@@ -477,22 +501,23 @@ def mix_pair(
         symmetric, antisymmetric = mix_columns(
             outputs, output_stride, lags, here, there, here_mask, there_mask, matrix + 2 * SIZE * SIZE, SIZE, SIDE
         )
+        scale = gradient_factor(tl.load(row + fields.M_WEIGHT), with_grad, factors, factor)
         mix_store(
-            outputs, output_stride, count, here, there, here_mask, there_mask, symmetric, antisymmetric, mirrored,
-            TF32, SIZE,
+            outputs, output_stride, count, here, there, here_mask, there_mask, symmetric * scale, antisymmetric * scale,
+            mirrored, TF32, SIZE,
         )  # fmt: skip
 
 
 @triton.jit
-def mix_tile(table, constants, tile, workspace, partials, with_grad, TF32: tl.constexpr):
+def mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32: tl.constexpr):
     """The tile's side falls as the number of outputs rises, so that both fit in registers."""
     size = tl.load(table + tl.load(tile + fields.I_ROW) + fields.M_SIZE)
     if size == 16:
-        mix_pair(table, constants, tile, workspace, partials, with_grad, TF32, 16, 16)
+        mix_pair(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 16, 16)
     elif size == 32:
-        mix_pair(table, constants, tile, workspace, partials, with_grad, TF32, 32, 8)
+        mix_pair(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 32, 8)
     else:
-        mix_pair(table, constants, tile, workspace, partials, with_grad, TF32, 64, 8)
+        mix_pair(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 64, 8)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -537,8 +562,8 @@ def apply_term(
 
 @triton.jit
 def apply_tile(
-    table, tile, weights, workspace, grads,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    table, tile, weights, workspace, grads, targets,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """``G_p = sum Y_o V_r + sum Y_o^T V_l`` over the products in which plane p is the left and the right factor."""
     gradient = table + tl.load(tile + fields.I_ROW)
@@ -570,15 +595,18 @@ def apply_tile(
                 aligned(left, tl.float32), left_stride, aligned(right, PLANE), right_stride, length, rows, columns,
                 i, j, total, False, PLANE, PRECISION, TILE, DEPTH,
             )  # fmt: skip
-    base = workspace.to(tl.int64)
-    if tl.load(gradient + fields.G_IN_GRADS) != 0:
-        base = grads.to(tl.int64)
-    target = base + tl.load(gradient + fields.G_TARGET_BYTES)
+    target_bytes = tl.load(gradient + fields.G_TARGET_BYTES)
     stride = aligned_stride(tl.load(gradient + fields.G_ROW_STRIDE))
     place = tl.arange(0, TILE)
     offsets = place[:, None] * stride.to(tl.int32) + place[None, :]
     mask = inside_tile(i, rows, j, columns, TILE, TILE)
-    store_float(target, i * stride + j, offsets, total, mask, tl.load(gradient + fields.G_DTYPE))
+    dtype = tl.load(gradient + fields.G_DTYPE)
+    if tl.load(gradient + fields.G_IN_GRADS) != 0:
+        base = gradient_base(tl.load(gradient + fields.G_WEIGHT), grads, targets, ADDS)
+        store_float(base + target_bytes, i * stride + j, offsets, total, mask, dtype, ADDS)
+    else:
+        target = aligned(workspace.to(tl.int64) + target_bytes, tl.float32)
+        tl.store(target + (i * stride + j) + offsets, total, mask=mask)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -587,8 +615,8 @@ def apply_tile(
 
 
 @triton.jit
-def small_gram_tile(table, tile, weights, workspace, partials, with_grad, LANES: tl.constexpr):
-    """Residual of one lag, an entry ``(group, i, j)`` per lane, stored times 4; and its loss."""
+def small_gram_tile(table, tile, weights, workspace, partials, with_grad, factors, factor, LANES: tl.constexpr):
+    """Residual of one lag, an entry ``(group, i, j)`` per lane, stored times 4 and the factor; and its loss."""
     row = table + tl.load(tile + fields.I_ROW)
     lag = tl.load(tile + fields.I_FIRST).to(tl.int64)
     rows = tl.load(row + fields.S_ROWS)
@@ -629,11 +657,12 @@ def small_gram_tile(table, tile, weights, workspace, partials, with_grad, LANES:
     tl.store(partials + tl.load(tile + fields.I_SLOT), loss)
     if with_grad != 0:
         target = (workspace.to(tl.int64) + tl.load(row + fields.S_OUTPUTS_BYTES)).to(tl.pointer_type(tl.float32))
-        tl.store(target + lag * entries + entry, total * 4.0, mask=inside)
+        scale = 4.0 * gradient_factor(tl.load(row + fields.S_WEIGHT), with_grad, factors, factor)
+        tl.store(target + lag * entries + entry, total * scale, mask=inside)
 
 
 @triton.jit
-def small_apply_tile(table, tile, weights, workspace, grads, LANES: tl.constexpr):
+def small_apply_tile(table, tile, weights, workspace, grads, targets, LANES: tl.constexpr, ADDS: tl.constexpr):
     """Gradient of one tap, an entry ``(group, i, c)`` per lane."""
     row = table + tl.load(tile + fields.I_ROW)
     rows = tl.load(row + fields.S_ROWS)
@@ -660,8 +689,8 @@ def small_apply_tile(table, tile, weights, workspace, grads, LANES: tl.constexpr
             total += y * load_float(weight, k * row_stride + tap, elements, inside, dtype)
     target = (group * rows + i) * tl.load(row + fields.S_GRAD_ROW_STRIDE)
     target += channel * tl.load(row + fields.S_GRAD_CHANNEL_STRIDE)
-    grad = grads.to(tl.int64) + tl.load(row + fields.S_GRAD_BYTES)
-    store_float(grad, tl.load(terms + 2), target, total, inside, dtype)
+    grad = gradient_base(tl.load(row + fields.S_WEIGHT), grads, targets, ADDS) + tl.load(row + fields.S_GRAD_BYTES)
+    store_float(grad, tl.load(terms + 2), target, total, inside, dtype, ADDS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -740,22 +769,28 @@ def evaluate_kernel(
 
 @triton.jit
 def gram_any(
-    table, tile, weights, workspace, partials, with_grad, PLANE: tl.constexpr, TF32: tl.constexpr,
+    table, tile, weights, workspace, partials, with_grad, factors, factor, PLANE: tl.constexpr, TF32: tl.constexpr,
     PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     if tl.load(table + tl.load(tile + fields.I_ROW) + fields.S_KIND) == fields.SMALL:
-        small_gram_tile(table, tile, weights, workspace, partials, with_grad, LANES)
+        small_gram_tile(table, tile, weights, workspace, partials, with_grad, factors, factor, LANES)
     else:
-        gram_tile(table, tile, weights, workspace, partials, with_grad, PLANE, TF32, PRECISION, TILE, DEPTH)
+        gram_tile(
+            table, tile, weights, workspace, partials, with_grad, factors, factor, PLANE, TF32, PRECISION, TILE, DEPTH
+        )
 
 
 @triton.jit(do_not_specialize=["loss_rows", "with_grad"])
 def gram_kernel(
-    table, tiles, weights, workspace, partials, arrivals, losses, loss_rows, with_grad, PLANE: tl.constexpr,
-    TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    table, tiles, weights, workspace, partials, arrivals, losses, loss_rows, with_grad, factors, factor,
+    PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
-    gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, TF32, PRECISION, TILE, DEPTH, LANES)
+    gram_any(
+        table, tile, weights, workspace, partials, with_grad, factors, factor,
+        PLANE, TF32, PRECISION, TILE, DEPTH, LANES,
+    )  # fmt: skip
     row = table + tl.load(tile + fields.I_ROW)
     if tl.load(row + fields.O_KIND) != fields.STORE:
         finish_loss(table, loss_rows, tl.load(row + fields.O_WEIGHT), arrivals, partials, losses, LANES)
@@ -763,39 +798,41 @@ def gram_kernel(
 
 @triton.jit(do_not_specialize=["loss_rows", "with_grad"])
 def mix_kernel(
-    table, constants, tiles, workspace, partials, arrivals, losses, loss_rows, with_grad,
+    table, constants, tiles, workspace, partials, arrivals, losses, loss_rows, with_grad, factors, factor,
     TF32: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
-    mix_tile(table, constants, tile, workspace, partials, with_grad, TF32)
+    mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32)
     weight = tl.load(table + tl.load(tile + fields.I_ROW) + fields.M_WEIGHT)
     finish_loss(table, loss_rows, weight, arrivals, partials, losses, LANES)
 
 
 @triton.jit
 def apply_any(
-    table, tile, weights, workspace, grads,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    table, tile, weights, workspace, grads, targets, PLANE: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(table + tl.load(tile + fields.I_ROW) + fields.S_KIND) == fields.SMALL:
-        small_apply_tile(table, tile, weights, workspace, grads, LANES)
+        small_apply_tile(table, tile, weights, workspace, grads, targets, LANES, ADDS)
     else:
-        apply_tile(table, tile, weights, workspace, grads, PLANE, PRECISION, TILE, DEPTH)
+        apply_tile(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, DEPTH, ADDS)
 
 
 @triton.jit
 def apply_kernel(
-    table, tiles, weights, workspace, grads,
-    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    table, tiles, weights, workspace, grads, targets, PLANE: tl.constexpr, PRECISION: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
-    apply_any(table, tile, weights, workspace, grads, PLANE, PRECISION, TILE, DEPTH, LANES)
+    apply_any(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, DEPTH, LANES, ADDS)
 
 
 @triton.jit
-def gather_kernel(table, constants, tiles, workspace, grads, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def gather_kernel(
+    table, constants, tiles, workspace, grads, targets, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr
+):
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
-    gather_tile(table, constants, tile, workspace, grads, ROWS, COLUMNS)
+    gather_tile(table, constants, tile, workspace, grads, targets, ROWS, COLUMNS, ADDS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -818,10 +855,10 @@ _ENDS = ("squares_end", "evaluate_end", "gram_end", "mix_end", "apply_end", "gat
 
 @triton.jit(do_not_specialize=["with_grad", *_ENDS, "loss_rows", "count"])
 def single_kernel(
-    table, constants, tiles, weights, workspace, partials, grads, losses, arrivals, with_grad,
+    table, constants, tiles, weights, workspace, partials, grads, targets, losses, arrivals, with_grad, factors, factor,
     squares_end, evaluate_end, gram_end, mix_end, apply_end, gather_end, loss_rows, count,
     PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATHERED_COLUMNS: tl.constexpr, LANES: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATHERED_COLUMNS: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """All stages in order; ``*_end`` bound each stage's part of ``tiles``. ``arrivals`` starts at zero.
 
@@ -840,11 +877,15 @@ def single_kernel(
         target += programs
     for index in range(evaluate_end + program, gram_end, programs):
         tile = tiles + index * fields.I_WIDTH
-        gram_any(table, tile, weights, workspace, partials, with_grad, PLANE, TF32, PRECISION, TILE, DEPTH, LANES)
+        gram_any(
+            table, tile, weights, workspace, partials, with_grad, factors, factor,
+            PLANE, TF32, PRECISION, TILE, DEPTH, LANES,
+        )  # fmt: skip
     grid_barrier(arrivals, target)
     target += programs
     for index in range(gram_end + program, mix_end, programs):
-        mix_tile(table, constants, tiles + index * fields.I_WIDTH, workspace, partials, with_grad, TF32)
+        tile = tiles + index * fields.I_WIDTH
+        mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32)
     if mix_end > gram_end:
         grid_barrier(arrivals, target)
         target += programs
@@ -852,9 +893,9 @@ def single_kernel(
         reduce_loss(table, loss_rows, index, partials, losses, LANES)
     for index in range(mix_end + program, apply_end, programs):
         tile = tiles + index * fields.I_WIDTH
-        apply_any(table, tile, weights, workspace, grads, PLANE, PRECISION, TILE, DEPTH, LANES)
+        apply_any(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, DEPTH, LANES, ADDS)
     if gather_end > apply_end:
         grid_barrier(arrivals, target)
         for index in range(apply_end + program, gather_end, programs):
             tile = tiles + index * fields.I_WIDTH
-            gather_tile(table, constants, tile, workspace, grads, ROWS, GATHERED_COLUMNS)
+            gather_tile(table, constants, tile, workspace, grads, targets, ROWS, GATHERED_COLUMNS, ADDS)

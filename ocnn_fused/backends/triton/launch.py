@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import sub
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 
 from ...plan import Plan
 from ..device import beside_all_graphs
-from . import kernels
+from ..job import Epilogue
+from . import fields, kernels
 from .config import Config, compile_options
 from .tables import Layout, Tables, build_tables, to_device
 
@@ -109,10 +111,12 @@ def tables_for(
     return _remember(_tables, key, build, MAX_TABLES)
 
 
-def addresses_of(weights: Sequence[Tensor]) -> Tensor:
-    """The weights' addresses on their device, as int64; copied again only when one of them changes."""
+def addresses_of(weights: Sequence[Tensor], offsets: Sequence[int] | None = None) -> Tensor:
+    """The weights' addresses on their device, minus offsets, as int64; copied again only when one of them changes."""
     device = weights[0].device
-    addresses = tuple(weight.data_ptr() for weight in weights)
+    addresses = tuple([weight.data_ptr() for weight in weights])
+    if offsets is not None:
+        addresses = tuple(map(sub, addresses, offsets))
 
     def copy() -> _Entry[Tensor]:
         copied = to_device(addresses, torch.int64, device)
@@ -152,23 +156,50 @@ def _own(piece: Tensor) -> Tensor:
     return piece.data
 
 
-def kernel_constants(kernel: str, precision: str, config: Config) -> dict[str, Any]:
-    """The compile-time constants of a kernel, named by its stage or "single"."""
+def kernel_constants(kernel: str, precision: str, config: Config, adds: bool = False) -> dict[str, Any]:
+    """The compile-time constants of a kernel, named by its stage or "single"; ``adds``: to gradients that are there."""
     sizes = {name.upper(): getattr(config, name) for name in ("tile", "depth", "rows", "columns", "lanes")}
     sizes["GATHERED_COLUMNS"] = config.gathered_columns
     products = ("ieee", tl.bfloat16) if precision == "bf16" else (precision, tl.float32)
     if kernel == "gather":
         sizes["COLUMNS"] = config.gathered_columns
-    values = {"PRECISION": products[0], "PLANE": products[1], "TF32": precision == "tf32", **sizes}
+    values = {"PRECISION": products[0], "PLANE": products[1], "TF32": precision == "tf32", "ADDS": adds, **sizes}
     taken = getattr(kernels, f"{kernel}_kernel").arg_names
     return {name: value for name, value in values.items() if name in taken}
+
+
+def can_add(weights: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
+    """Whether gradients can be added where they are computed: targets, if any, lie as fresh gradients would."""
+    return all(
+        target.data_ptr() % 16 == 0
+        and target.dtype == weight.dtype
+        and target.shape == weight.shape
+        and target.stride() == (weight if weight.is_contiguous() else torch.empty_like(weight, device="meta")).stride()
+        for weight, target in zip(weights, targets, strict=False)
+    )
+
+
+def _apart_from_targets(
+    weights: Sequence[Tensor], targets: Sequence[Tensor], plans: Sequence[Plan]
+) -> Sequence[Tensor]:
+    """Weights that can be read as long as the gradients are written.
+
+    Planes are evaluated before anything is written. Where the weight itself serves as planes, and for tiny groups, a
+    weight that is its own target is copied.
+    """
+    return [
+        weight.clone()
+        if (plan.small or plan.algorithm == "direct" or plan.is_flat) and weight.data_ptr() == target.data_ptr()
+        else weight
+        for weight, target, plan in zip(weights, targets, plans, strict=True)
+    ]
 
 
 class Call:
     """The memory of one call and its launches. Nothing here waits for the device.
 
     ``losses`` is float32 ``(len(weights),)``; :meth:`grads` are in their weights' dtypes and memory formats, for all
-    weights or for those marked in ``with_grad``.
+    weights or for those marked in ``with_grad``. Where an epilogue has targets, they are added to these.
     """
 
     def __init__(
@@ -178,6 +209,7 @@ class Call:
         with_grad: bool | Sequence[bool],
         precision: str,
         config: Config,
+        epilogue: Epilogue | None = None,
     ) -> None:
         plane_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.wanted = [with_grad] * len(weights) if isinstance(with_grad, bool) else list(map(bool, with_grad))
@@ -186,18 +218,27 @@ class Call:
         self.precision = precision
         self.config = config
         self.device = device = weights[0].device
-        self.weights = addresses_of(weights)
+        self.adds = epilogue is not None and bool(epilogue.targets)
+        if self.adds:
+            weights = _apart_from_targets(weights, epilogue.targets, plans)  # type: ignore[union-attr]
+        self.weights = self.targets = addresses_of(weights)
         self.owners = weights  # kept until the launches are issued: the kernels have only addresses
         self.workspace = torch.empty(tables.workspace_bytes, dtype=torch.uint8, device=device)
         self.partials = self.workspace[tables.partials_bytes :].view(torch.float32)
-        self.grads_buffer = torch.empty(max(1, tables.grads_bytes), dtype=torch.uint8, device=device)
+        grads_bytes = 0 if self.adds else tables.grads_bytes
+        self.grads_buffer = torch.empty(max(grads_bytes, 16), dtype=torch.uint8, device=device)
+        self.scaling: tuple[int, Tensor, float] = (int(self.with_grad), self.workspace[:0].view(torch.float64), 1.0)
+        if epilogue is not None:
+            self.scaling = (fields.SCALED.value if self.with_grad else 0, epilogue.factors, epilogue.factor)
+        if self.adds:
+            self.targets = addresses_of(epilogue.targets, tables.grad_bytes)  # type: ignore[union-attr]
         self.losses = torch.empty(tables.count, dtype=torch.float32, device=device)
         nvidia = device.type == "cuda" and torch.version.hip is None
         self.capability = torch.cuda.get_device_capability(device) if nvidia else None
 
     def settings(self, kernel: str) -> dict[str, Any]:
         """What a kernel, named by its stage or "single", is compiled with."""
-        constants = kernel_constants(kernel, self.precision, self.config)
+        constants = kernel_constants(kernel, self.precision, self.config, self.adds)
         return {**constants, **compile_options(kernel, self.config, self.capability)}
 
     def run(self, programs: int | None = None) -> None:
@@ -215,20 +256,23 @@ class Call:
 
     def grads(self) -> list[Tensor]:
         """One tensor per weight, an empty one where no gradient is wanted."""
+        layouts = self.tables.grad_layouts
+        whole = {dtype: self.grads_buffer.view(dtype) for dtype in {layout.dtype for layout in layouts}}
         grads = []
-        for wanted, layout, begin in zip(self.wanted, self.tables.grad_layouts, self.tables.grad_bytes, strict=True):
+        for wanted, layout, begin in zip(self.wanted, layouts, self.tables.grad_bytes, strict=True):
+            dtype = layout.dtype
             if wanted:
-                piece = self.grads_buffer[begin : begin + layout.bytes].view(layout.dtype)
-                grads.append(_own(piece.as_strided(layout.shape, layout.strides)))
+                piece = whole[dtype].as_strided(layout.shape, layout.strides, begin // dtype.itemsize)
+                grads.append(_own(piece))
             else:
-                grads.append(torch.empty(0, dtype=layout.dtype, device=self.device))
+                grads.append(torch.empty(0, dtype=dtype, device=self.device))
         return grads
 
     def run_staged(self) -> None:
         t, workspace, grads = self.tables, self.workspace, self.grads_buffer
         # Counts the tiles of each weight that are done. Cleared by the first launch where another one precedes gram.
         arrivals = torch.empty(t.count, dtype=torch.int32, device=self.device)
-        loss = (self.partials, arrivals, self.losses, t.loss_rows, int(self.with_grad))
+        loss = (self.partials, arrivals, self.losses, t.loss_rows, *self.scaling)
         if tiles := self._tiles("squares"):
             kernels.squares_kernel[(tiles[0],)](
                 t.table, tiles[1], self.weights, workspace, self.partials, **self.settings("squares")
@@ -245,11 +289,11 @@ class Call:
             kernels.mix_kernel[(tiles[0],)](t.table, t.constants, tiles[1], workspace, *loss, **self.settings("mix"))
         if tiles := self._tiles("apply"):
             kernels.apply_kernel[(tiles[0],)](
-                t.table, tiles[1], self.weights, workspace, grads, **self.settings("apply")
+                t.table, tiles[1], self.weights, workspace, grads, self.targets, **self.settings("apply")
             )
         if tiles := self._tiles("gather"):
             kernels.gather_kernel[(tiles[0],)](
-                t.table, t.constants, tiles[1], workspace, grads, **self.settings("gather")
+                t.table, t.constants, tiles[1], workspace, grads, self.targets, **self.settings("gather")
             )
 
     def _tiles(self, stage: str) -> tuple[int, Tensor] | None:
@@ -261,7 +305,7 @@ class Call:
         t = self.tables
         arrivals = torch.zeros(1, dtype=torch.int32, device=self.device)
         arguments = (
-            t.table, t.constants, t.tiles, self.weights, self.workspace, self.partials, self.grads_buffer, self.losses,
-            arrivals, int(self.with_grad), *t.ends, t.loss_rows, t.count,
+            t.table, t.constants, t.tiles, self.weights, self.workspace, self.partials, self.grads_buffer, self.targets,
+            self.losses, arrivals, *self.scaling, *t.ends, t.loss_rows, t.count,
         )  # fmt: skip
         return arguments, self.settings("single")

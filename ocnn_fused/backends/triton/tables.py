@@ -6,6 +6,7 @@ the weights' addresses are a tensor of their own, and workspace and gradients ar
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -290,6 +291,14 @@ def build_tables(
     return builder.finish(device)
 
 
+class _Items(NamedTuple):
+    """Work items of one row of one weight, each of about the same cost."""
+
+    cost: int
+    weight: int
+    tiles: list[Tile]
+
+
 class _Builder:
     def __init__(self, plane_dtype: torch.dtype, config: Config, rounded: bool) -> None:
         self.plane_dtype = plane_dtype
@@ -297,7 +306,7 @@ class _Builder:
         self.config = config
         self.table: list[int] = []
         self.constants: list[float] = []
-        self.tiles: dict[str, list[tuple[int, list[Tile]]]] = {stage: [] for stage in STAGES}
+        self.tiles: dict[str, list[_Items]] = {stage: [] for stage in STAGES}
         self.losses: list[LossRow] = []
         self.workspace_bytes = 0
         self.slots = 0
@@ -343,7 +352,7 @@ class _Builder:
         for first, second in places:
             items.append(Tile(row, first, second, self.slots if with_loss else 0))
             self.slots += with_loss
-        self.tiles[stage].append((cost, items))
+        self.tiles[stage].append(_Items(cost, len(self.weights), items))
         return len(items)
 
     # -- one weight ----------------------------------------------------------------------------------------------------
@@ -564,6 +573,7 @@ class _Builder:
                     self.write(term.row(planes[block], outputs, group, swapped))
                 row = GradientRow(
                     small=0,
+                    weight=weight.index,
                     in_grads=int(in_grads),
                     target_bytes=target.at(plane, group),
                     row_stride=target.row_stride,
@@ -613,12 +623,21 @@ class _Builder:
     # -- all weights ---------------------------------------------------------------------------------------------------
 
     def finish(self, device: torch.device) -> Tables:
-        """Longest items first, so that no program begins a long one when the others are done."""
+        """Products begin with the longest, so that no program begins a long one when the others are done.
+
+        The stages between them, of short items, take the weights in the opposite order: each stage then begins with
+        what the one before it did last, which the cache still holds.
+        """
+        products = sorted(self.tiles["gram"], key=lambda entry: -entry.cost)
+        place = {weight: index for index, weight in enumerate(dict.fromkeys(entry.weight for entry in products))}
         items: list[Tile] = []
         ends = []
         for stage in STAGES:
-            for _, tiles in sorted(self.tiles[stage], key=lambda entry: -entry[0]):
-                items += tiles
+            if stage in ("gram", "apply"):
+                order = sorted(self.tiles[stage], key=lambda entry: -entry.cost)
+            else:
+                order = sorted(self.tiles[stage], key=lambda entry: -place[entry.weight])
+            items += itertools.chain.from_iterable(entry.tiles for entry in order)
             ends.append(len(items))
         loss_rows = len(self.table)
         for row in self.losses:

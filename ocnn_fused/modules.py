@@ -25,6 +25,11 @@ _WRAPPER_PARTS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 _BIAS = ("bias", "parametrizations.bias.")
 
 
+def label(name: str) -> str:
+    """A layer's name as text shows it: the model itself, where that is the layer, is called nothing."""
+    return name or "the model"
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model inside DataParallel, DistributedDataParallel, AveragedModel and torch.compile, in any nesting."""
     *_, innermost = wrappers(model)

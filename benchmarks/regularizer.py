@@ -1,0 +1,106 @@
+"""What the ways to use OrthRegularizer cost on a CPU, interleaved in one process: ``python benchmarks/regularizer.py``.
+
+For a ResNet: the value with its gradient (``reg()``, backward), ``add_grad_`` into gradients that are there,
+``project_`` with and without its checks, and each with a free target. Then the host's part of ``reg()`` and
+``add_grad_``: 36 convolutions of 1x1x3x3, as many as a ResNet-34 has, whose arithmetic takes next to nothing. Last what
+the Triton backend would allocate for a ResNet-34 on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from resnet import ResNet
+from timing import CpuTimer, Effort, interleave
+from torch import nn
+
+from ocnn_fused import OrthRegularizer, engine
+from ocnn_fused.backends import triton
+from ocnn_fused.backends.job import Job, Operand
+from ocnn_fused.backends.triton.tables import workspace_of
+from ocnn_fused.plan import Plan
+from ocnn_fused.problem import Options
+
+DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
+HOST_LAYERS = 36
+
+
+def timed(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds per call, in turn."""
+    for call in contestants.values():
+        call()
+    samples = interleave(contestants, CpuTimer(), Effort.exactly(rounds))
+    return {name: [1e3 * seconds for seconds in taken.seconds] for name, taken in samples.items()}
+
+
+def table(found: dict[str, list[float]], base: str) -> str:
+    lines = [f"| | median ms | least ms | median ratio to {base} | ratio of least |", "|---|---|---|---|---|"]
+    for name, times in found.items():
+        ratio = median(a / b for a, b in zip(times, found[base], strict=True))
+        least = min(times) / min(found[base])
+        lines.append(f"| {name} | {median(times):.3f} | {min(times):.3f} | {ratio:.3f} | {least:.3f} |")
+    return "\n".join(lines)
+
+
+def network_contestants(depths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
+    torch.manual_seed(0)
+    model = ResNet(depths, 1000, cifar=False)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    made = {target: OrthRegularizer(model, target=target) for target in (1, "free")}  # type: ignore[arg-type]
+    reg, free = made[1], made["free"]
+    # So small a rate that the weights stay what they are for all of them; the arithmetic is the same.
+    return {
+        "add_grad_": reg.add_grad_,
+        "reg(), backward": lambda: reg().backward(),
+        "project_": lambda: reg.project_(rate=1e-6),
+        "project_, unchecked": lambda: reg.project_(rate=1e-6, safe=False),
+        "add_grad_, free": free.add_grad_,
+        "reg(), backward, free": lambda: free().backward(),
+    }
+
+
+def host_contestants() -> dict[str, Callable[[], object]]:
+    model = nn.Sequential(*(nn.Conv2d(1, 1, 3, bias=False) for _ in range(HOST_LAYERS)))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    reg = OrthRegularizer(model, include=nn.Conv2d)
+    return {"reg()": reg, "reg(), backward": lambda: reg().backward(), "add_grad_": reg.add_grad_}
+
+
+def workspace(depths: tuple[int, ...]) -> str:
+    """Of the Triton backend, which works on the list in pieces."""
+    reg = OrthRegularizer(ResNet(depths, 1000, cifar=False))
+    lines = []
+    for precision in ("ieee", "tf32"):
+        jobs = []
+        for layer in reg.layers.values():
+            options = Options(backend="triton", precision=precision)  # type: ignore[arg-type]
+            plan = engine.choose(layer.problem, torch.float32, "A100", options).plan
+            if isinstance(plan, Plan):
+                jobs.append(Job(layer.problem, plan, Operand((), torch.float32, True), precision))  # type: ignore[arg-type]
+        pieces = triton.pieces(jobs, precision)  # type: ignore[arg-type]
+        most = max(sum(workspace_of(jobs[place].plan, 4, True) for place in piece) for piece in pieces)
+        lines.append(f"{precision}: at most {most / 2**20:.0f} MB of workspace in {len(pieces)} pieces")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", choices=DEPTHS, default="resnet18")
+    parser.add_argument("--rounds", type=int, default=11, help="default: 11")
+    parser.add_argument("--threads", type=int, default=2, help="default: 2")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    print(f"{options.network}, {options.threads} threads\n")
+    print(table(timed(network_contestants(DEPTHS[options.network]), options.rounds), "add_grad_"))
+    print(f"\nhost: {HOST_LAYERS} convolutions of 1x1x3x3\n")
+    print(table(timed(host_contestants(), 5 * options.rounds), "reg()"))
+    print("\n" + workspace(DEPTHS["resnet34"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""Tables in markdown that also line up in a terminal, and how numbers are written in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
+    """Columns ``left`` are words, the others numbers."""
+    columns = []
+    for index, column in enumerate(zip(header, *rows, strict=True)):
+        width = max(3, *map(len, column))
+        columns.append([cell.ljust(width) if index in left else cell.rjust(width) for cell in column])
+    head, *body = ("| " + " | ".join(row) + " |" for row in zip(*columns, strict=True))
+    widths = [len(column[0]) for column in columns]
+    rule = ["-" * width if index in left else "-" * (width - 1) + ":" for index, width in enumerate(widths)]
+    return "\n".join([head, f"| {' | '.join(rule)} |", *body])
+
+
+def number(value: float | None, pattern: str) -> str:
+    """A dash where there is nothing to show."""
+    return "-" if value is None else pattern.format(value)
+
+
+def milliseconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    value = seconds * 1e3
+    return (
+        f"{value:.3f}"
+        if value < 1
+        else f"{value:.2f}"
+        if value < 10
+        else f"{value:.1f}"
+        if value < 100
+        else f"{value:.0f}"
+    )
+
+
+def times(ratio: float | None) -> str:
+    return number(ratio, "{:.1f}x" if ratio is None or ratio >= 9.95 else "{:.2f}x")
+
+
+def megabytes(value: float | None) -> str:
+    return number(None if value is None else value / 1e6, "{:.1f}")
+
+
+def ratio(numerator: float | None, denominator: float | None) -> float | None:
+    return None if numerator is None or not denominator else numerator / denominator

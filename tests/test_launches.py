@@ -1,0 +1,138 @@
+"""Launches of a training step on a GPU, counted: Triton's by the interpreter, PyTorch's own by its profiler.
+
+On CPU tensors PyTorch runs the operations that it would launch on a GPU. One operation is one launch; one on a list of
+tensors (``_foreach_``) is one too, though a GPU takes one per 20 million numbers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+from triton.runtime.interpreter import GridExecutor
+from triton_support import execution, needs_interpreter
+
+from ocnn_fused import OrthRegularizer, engine
+from ocnn_fused.backends import triton
+
+_KERNEL = "a kernel of Triton"
+
+#: Operations that touch no element: they launch nothing.
+_NOTHING = {
+    "aten::alias", "aten::as_strided", "aten::as_strided_", "aten::chunk", "aten::data", "aten::detach",
+    "aten::detach_", "aten::empty", "aten::empty_like", "aten::empty_strided", "aten::expand", "aten::expand_as",
+    "aten::flatten", "aten::lift_fresh", "aten::narrow", "aten::new_empty", "aten::permute", "aten::reshape",
+    "aten::resize_", "aten::resolve_conj", "aten::resolve_neg", "aten::result_type", "aten::select", "aten::set_data",
+    "aten::slice", "aten::split", "aten::squeeze", "aten::t", "aten::transpose", "aten::unbind", "aten::unflatten",
+    "aten::unsqueeze", "aten::view", "aten::view_as", "aten::_reshape_alias", "aten::_unsafe_view",
+}  # fmt: skip
+
+
+@contextmanager
+def marked_launches() -> Iterator[None]:
+    """What the interpreter itself calls of PyTorch is no operation of the step."""
+    launch = GridExecutor.__call__
+
+    def marked(self: GridExecutor, *arguments: object, **options: object) -> object:
+        with record_function(_KERNEL):
+            return launch(self, *arguments, **options)
+
+    GridExecutor.__call__ = marked
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = launch
+
+
+def launches(step: Callable[[], object]) -> Counter[str]:
+    """By name, of a step that has run before."""
+    step()
+    with marked_launches(), execution() as scheduler, profile(activities=[ProfilerActivity.CPU]) as found:
+        step()
+    counted: Counter[str] = Counter(scheduler.launches)
+    for event in found.events():
+        if not event.name.startswith("aten::") or event.name in _NOTHING:
+            continue
+        within = []
+        parent = event.cpu_parent
+        while parent is not None:
+            within.append(parent.name)
+            parent = parent.cpu_parent
+        if any(name == _KERNEL or name.startswith("aten::_foreach_") for name in within):
+            continue
+        inner = any(child.name.startswith("aten::") and child.name not in _NOTHING for child in event.cpu_children)
+        if event.name.startswith("aten::_foreach_") or not inner:
+            counted[event.name] += 1
+    return +counted
+
+
+def network(layers: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(16, 16, 3 if index % 2 else 1, padding=index % 2, bias=False) for index in range(layers)]
+    return nn.Sequential(*convolutions)
+
+
+def step_of(model: nn.Module, reg: OrthRegularizer | None, add: bool = False) -> Callable[[], None]:
+    x = torch.ones(1, 16, 3, 3)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=not add)  # addresses of gradients are copied to the device when they change
+        loss = model(x).sum()
+        if reg is not None and not add:
+            loss = loss + reg()
+        loss.backward()
+        if reg is not None and add:
+            reg.add_grad_()
+
+    return step
+
+
+def regularizer(model: nn.Module) -> OrthRegularizer:
+    reg = OrthRegularizer(model, weight=lambda name, _: 1.0 + float(name), backend="triton", launch="staged")
+    reg._warned.add("growth")  # who watches copies the losses in each eighth step
+    return reg
+
+
+@needs_interpreter
+@pytest.mark.parametrize("layers", [4, 12])
+def test_reg_adds_at_most_12_launches_whatever_the_network(layers: int) -> None:
+    model = network(layers)
+    plain = launches(step_of(model, None))
+    added = launches(step_of(model, regularizer(model))) - plain
+    assert added.total() <= 12, added
+    assert sum(count for name, count in added.items() if name.endswith("_kernel")) == 5
+    assert added["aten::_foreach_mul_"] == added["aten::_foreach_add_"] == 1
+
+
+@needs_interpreter
+def test_the_count_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Additions of gradients one by one, as hooks on the weights ask for."""
+    model = network(12)
+    plain = launches(step_of(model, None))
+    for parameter in model.parameters():
+        parameter.register_hook(lambda grad: None)
+    added = launches(step_of(model, regularizer(model))) - plain
+    assert added.total() > 20, added
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("megabytes", "pieces"), [("128", 1), ("0.3", 2)])
+def test_add_grad_launches_five_kernels_per_piece_and_nothing_else(
+    megabytes: str, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OCNN_FUSED_WORKSPACE_MB", megabytes)
+    engine.prepare.cache_clear()
+    model = network(12)
+    calls = []
+    run = triton.run
+    monkeypatch.setattr(triton, "run", lambda *a, **options: calls.append(len(a[0])) or run(*a, **options))
+    plain = launches(step_of(model, None, add=True))
+    added = launches(step_of(model, regularizer(model), add=True)) - plain
+    engine.prepare.cache_clear()
+    assert len(calls) == 2 * pieces  # the step runs twice
+    assert added == {f"{stage}_kernel": pieces for stage in ("evaluate", "gram", "mix", "apply", "gather")}
