@@ -151,7 +151,9 @@ def test_one_call_takes_weights_of_one_shape_only() -> None:
     lowered = lowering.lower(plan, torch.float32)
     weights = [torch.randn(8, 4, 3, 3), torch.randn(4, 8, 3, 3).transpose(0, 1)]
     with pytest.raises(ValueError, match="same shape, strides, type and device"):
-        torch.ops.ocnn_fused.execute(weights, torch.classes.ocnn_fused.Plan(*lowered), True)
+        torch.ops.ocnn_fused.execute(
+            weights, torch.classes.ocnn_fused.Plan(*lowered), True, None, [0, 1], 1.0, False, []
+        )
 
 
 class _Allocations(TorchDispatchMode):

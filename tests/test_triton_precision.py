@@ -156,8 +156,11 @@ def test_weights_that_need_no_rounding_are_not_evaluated(precision: str, dtype: 
 
 def test_common_shapes_keep_their_fast_plans() -> None:
     for shape, stride in [((128, 128, 3, 3), 1), ((512, 512, 3, 3), 1), ((256, 128, 3, 3), 2), ((64, 3, 7, 7), 2)]:
-        plan = chosen(problem(Case(shape, stride)), "triton", "A100", "tf32")
-        assert plan.algorithm == "toom"
+        case = Case(shape, stride)
+        name = "toom/row" if shape[1] > 3 else "toom/column"
+        assert backend.refusal(plan_named(case, name), torch.float32, "A100", "tf32") is None
+        is_quicker = shape[0] == 512 or shape[1] == 3  # elsewhere tap pairs are, by the model
+        assert (chosen(problem(case), "triton", "A100", "tf32").name == name) == is_quicker
 
 
 @pytest.mark.parametrize("precision", get_args(Precision))
