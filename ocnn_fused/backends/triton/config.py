@@ -82,8 +82,8 @@ def compile_options(kernel: str, config: Config, capability: tuple[int, int] | N
             options["num_stages"] = min(2, config.stages)  # else one program would take the shared memory of two
     elif capability is not None and kernel == "mix":
         # Bound by memory, the stage needs programs in flight: with so few registers three share a multiprocessor. On
-        # sm_80 and sm_120 it would spill, and two share one.
-        options["maxnreg"] = 208 if capability in ((8, 0), (12, 0)) or _spills_early() else 168
+        # sm_80, sm_100 and sm_120 it would spill, and two share one.
+        options["maxnreg"] = 208 if capability in ((8, 0), (10, 0), (12, 0)) or _spills_early() else 168
     if kernel == "single":
         options["launch_cooperative_grid"] = True
     return options
