@@ -98,9 +98,9 @@ def inpainting_pictures(runs: Plan, out: Path) -> Path | None:
     name = out / "replication-inpainting.png"
     if not shown:  # where the runs were made elsewhere, the picture stays as it is
         return name if name.exists() else None
-    figure, axes = plt.subplots(1, len(shown), figsize=(2.6 * len(shown), 3), layout="constrained")
+    figure, axes = plt.subplots(1, len(shown), figsize=(2 * len(shown), 2.3), layout="constrained")
     for axis, (title, (image, psnr)) in zip(axes, shown.items(), strict=True):
-        axis.imshow(image.permute(1, 2, 0).numpy())
+        axis.imshow(image.permute(1, 2, 0).numpy(), interpolation="nearest")
         axis.set_title(title if psnr is None else f"{title}, {psnr:.2f} dB")
         axis.set_axis_off()
     return _save(figure, out, "inpainting")

@@ -41,7 +41,8 @@ class Regularization:
     def after_step(self) -> None:
         if self.projection_rate is not None:
             for regularizer in self.regularizers:
-                regularizer.project_(rate=self.projection_rate)
+                # Every step checked: which ones are by default depends on the steps before, and no checkpoint has that.
+                regularizer.project_(rate=self.projection_rate, safe="always")
 
 
 def _regularizer(model: nn.Module, method: Method, weight: float) -> OrthRegularizer:
