@@ -24,7 +24,7 @@ def test_example(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     from accelerate_training import main
 
-    assert main(["--epochs", "3", "--accumulate", "2"]) > 0.6
+    assert main(["--epochs", "3", "--accumulate", "2", "--weight", "0.1"]) > 0.6
     printed = capsys.readouterr().out
     losses = [float(line.split()[2]) - LEAST_DIGITS_LOSS for line in printed.splitlines() if line.startswith("epoch")]
     assert losses[-1] < losses[0] / 2

@@ -114,7 +114,7 @@ def test_example(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("sklearn")
     from lightning_training import main
 
-    metrics = main(["--epochs", "3"])
+    metrics = main(["--epochs", "3", "--weight", "0.1"])
     assert metrics["accuracy"] > 0.6
     assert LEAST_DIGITS_LOSS < metrics["orth/loss"] < LEAST_DIGITS_LOSS + 10  # 80 at the start
     assert "net.widen" in capsys.readouterr().out

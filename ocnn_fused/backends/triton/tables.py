@@ -307,6 +307,7 @@ class _Builder:
         self.table: list[int] = []
         self.constants: list[float] = []
         self.tiles: dict[str, list[_Items]] = {stage: [] for stage in STAGES}
+        self.adding = 0  # the weight whose work is scheduled
         self.losses: list[LossRow] = []
         self.workspace_bytes = 0
         self.slots = 0
@@ -352,13 +353,14 @@ class _Builder:
         for first, second in places:
             items.append(Tile(row, first, second, self.slots if with_loss else 0))
             self.slots += with_loss
-        self.tiles[stage].append(_Items(cost, len(self.weights), items))
+        self.tiles[stage].append(_Items(cost, self.adding, items))
         return len(items)
 
     # -- one weight ----------------------------------------------------------------------------------------------------
 
     def add(self, index: int, layout: Layout, plan: Plan, wanted: bool) -> None:
         self.check_reach(layout)
+        self.adding = index
         targets = self.add_targets(index, layout, plan)
         first_slot = self.slots
         weight = _Weight(index, plan, layout, layout.for_grad(), self.grads_bytes, wanted, targets)
