@@ -20,8 +20,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, cached_property, reduce
-from math import gcd, prod
-from typing import Any, Literal, NamedTuple
+from math import gcd, lcm, prod
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from . import problem as problems
 from .problem import OFF_DIAGONAL, Problem
@@ -29,6 +29,7 @@ from .problem import OFF_DIAGONAL, Problem
 Side = Literal["row", "column"]
 Algorithm = Literal["toom", "direct", "fourier"]
 Matrix = tuple[tuple[Fraction, ...], ...]
+_Number = TypeVar("_Number", Fraction, float)
 
 #: Longest 1-D class evaluated at points; beyond it the interpolation is too ill-conditioned for float32.
 MAX_TOOM_TAPS = 5
@@ -141,14 +142,19 @@ def _mix_of(products: Sequence[tuple[Sequence[Fraction], Sequence[Fraction]]]) -
     are exact here.
     """
     taps = len(products[0][0])
-    forms = [[a * b for a in left for b in right] for left, right in products]
-    lags = [[Fraction(int(u - v == t)) for u in range(taps) for v in range(taps)] for t in range(-(taps - 1), taps)]
-    normal, right = ([[_dot(form, other) for other in others] for form in forms] for others in (forms, lags))
-    return tuple(zip(*_solve(normal, right), strict=True))
+    # Whole numbers, which are multiplied far more quickly than fractions: each form times its common denominator.
+    scales = [lcm(*(value.denominator for value in (*left, *right))) ** 2 for left, right in products]
+    forms = [
+        [int(scale * a * b) for a in left for b in right] for scale, (left, right) in zip(scales, products, strict=True)
+    ]
+    lags = [[int(u - v == t) for u in range(taps) for v in range(taps)] for t in range(-(taps - 1), taps)]
+    normal, right = ([[Fraction(_dot(form, other)) for other in others] for form in forms] for others in (forms, lags))
+    mixed = [[scale * value for value in row] for scale, row in zip(scales, _solve(normal, right), strict=True)]
+    return tuple(zip(*mixed, strict=True))
 
 
-def _dot(first: Sequence[Fraction], second: Sequence[Fraction]) -> Fraction:
-    return sum((a * b for a, b in zip(first, second, strict=True) if a and b), Fraction(0))
+def _dot(first: Sequence[int], second: Sequence[int]) -> int:
+    return sum(a * b for a, b in zip(first, second, strict=True))
 
 
 @cache
@@ -544,7 +550,7 @@ class Plan(PlanBase):
         """``L = sum over i <= j of weight/2 * (rs^2 + ra^2)``, the diagonal counted half; also scales the adjoint."""
         return (4, *(8 for _ in self.lags[1:]))
 
-    def adjoint(self, matrix: Matrix) -> Matrix:
+    def adjoint(self, matrix: Sequence[Sequence[_Number]]) -> tuple[tuple[_Number, ...], ...]:
         """``Y = adjoint(symmetric) @ rs + adjoint(antisymmetric) @ ra``: the gradient with respect to the outputs.
 
         Self-paired outputs count twice because both factors of their product are the same planes.
@@ -570,10 +576,15 @@ AnyPlan = Plan | FourierPlan
 
 
 def _combine(matrix: Matrix, transposed: Matrix, sign: int) -> Matrix:
-    return tuple(
-        tuple((a + sign * b) / 2 for a, b in zip(row, row_t, strict=True))
-        for row, row_t in zip(matrix, transposed, strict=True)
-    )
+    """``(matrix + sign * transposed) / 2``, each entry as one fraction: large plans have thousands."""
+
+    def half(a: Fraction, b: Fraction) -> Fraction:
+        if not b:
+            return Fraction(a.numerator, 2 * a.denominator) if a else a
+        over, under = a.numerator * b.denominator + sign * b.numerator * a.denominator, a.denominator * b.denominator
+        return Fraction(over, 2 * under)
+
+    return tuple(tuple(map(half, row, row_t)) for row, row_t in zip(matrix, transposed, strict=True))
 
 
 def _runs(products: Iterable[Product]) -> Iterator[Run]:

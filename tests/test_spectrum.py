@@ -409,6 +409,17 @@ def test_largest_value_alone_is_the_largest_of_all(kind: str) -> None:
     assert spectral_norm(weight, 10, groups=groups).item() == pytest.approx(values[0].item(), rel=1e-12, abs=0)
 
 
+@pytest.mark.parametrize(("rows", "channels", "kernel"), [(8, 6, 3), (4, 9, 5), (16, 16, 3)])
+def test_the_largest_value_is_that_of_orthogonium(rows: int, channels: int, kernel: int) -> None:
+    """Of plain layers, where its estimate is right; `make peers` installs it."""
+    singular_values_of = pytest.importorskip("orthogonium.layers.conv.singular_values").get_conv_sv
+    torch.manual_seed(0)
+    layer = nn.Conv2d(channels, rows, kernel, padding=kernel // 2, padding_mode="circular", dtype=torch.float64)
+    layer.group = 1  # its own layers have it
+    theirs = singular_values_of(layer, n_iter=10, return_stab_rank=False, imsize=12)
+    assert spectral_norm(layer, (12, 12)).item() == pytest.approx(theirs.item(), rel=1e-6)
+
+
 def test_grouped_and_strided_layers_that_other_tools_get_wrong() -> None:
     """Groups do not multiply: the norm of a grouped layer is the largest of its groups'."""
     weight = torch.randn(8, 2, 3, 3, generator=torch.Generator().manual_seed(0))

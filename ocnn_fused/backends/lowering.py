@@ -40,7 +40,7 @@ class _Constants:
     def __init__(self) -> None:
         self.values: list[float] = []
 
-    def add(self, *matrices: Matrix) -> int:
+    def add(self, *matrices: Sequence[Sequence[Fraction | float]]) -> int:
         begin = len(self.values)
         self.values += [float(value) for matrix in matrices for row in matrix for value in row]
         return begin
@@ -153,7 +153,10 @@ def _mix(plan: Plan, output: Sequence[int], constants: _Constants) -> list[int]:
     if plan.is_diagonal:
         return [-1] * 4
     by_number = sorted(range(plan.outputs), key=output.__getitem__)
-    symmetric, antisymmetric = plan.symmetric, plan.antisymmetric
+    # As floats before the adjoint, which multiplies by powers of two: nothing is rounded twice.
+    symmetric, antisymmetric = (
+        [[float(value) for value in row] for row in matrix] for matrix in (plan.symmetric, plan.antisymmetric)
+    )
     forward = [tuple(tuple(row[o] for o in by_number) for row in m) for m in (symmetric, antisymmetric[1:])]
     adjoint, adjoint_anti = (plan.adjoint(matrix) for matrix in (symmetric, antisymmetric))
     backward = tuple(adjoint[o] for o in by_number), tuple(adjoint_anti[o][1:] for o in by_number)
