@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -14,6 +15,9 @@ import pytest
 import torch
 
 from ocnn_fused.backends.triton.availability import device_reason, interpreted
+
+# For the folder experiments/. Last, because the package under test may be another copy, see `make sanitize`.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 # Triton decides when its functions are decorated, so before it is imported. On a GPU that it does not serve it
 # interprets, as without any.
