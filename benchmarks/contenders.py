@@ -304,7 +304,7 @@ class Judge:
         Plain float32 sums over millions of squares lose digits that ours do not.
         """
         of_loss, of_gradient = tolerances_for(self.weights[0])
-        tolerances = of_loss if ours else 10 * of_loss, of_gradient
+        tolerances = (of_loss, of_gradient) if ours else (100 * of_loss, 10 * of_gradient)
         for index, (weight, layer, loss) in enumerate(zip(self.weights, self.layers, losses, strict=True)):
             if problem := difference((loss, weight.grad), self.expected(claim, index), tolerances):
                 raise WrongResultError(f"{name}, {layer.label}: {problem}")

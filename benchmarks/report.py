@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     start = perf_counter()
     for name in (options.run or PARTS) if options.run is not None else ():
         run_part(name, options.out, options.threads)
-    docs = options.docs or (DOCS if options.out == KEPT else options.out)
+    docs = options.docs or (DOCS if options.out.resolve() == KEPT else options.out)
     for path in write_pages(options.out, docs):
         print(f"Wrote {path}")
     print(f"Took {perf_counter() - start:.0f} s")

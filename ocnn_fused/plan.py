@@ -175,9 +175,21 @@ def _identity(size: int) -> Matrix:
 
 def _kronecker(left: Matrix, right: Matrix) -> Matrix:
     """Exact. The right matrix is multiplied once by each distinct entry of the left one, of which there are few."""
-    scaled = {a: tuple(tuple(a * b for b in row) for row in right) for a in set(itertools.chain(*left))}
-    blocks = (zip(*(scaled[a] for a in row), strict=True) for row in left)
-    return tuple(tuple(itertools.chain(*pieces)) for row_of_blocks in blocks for pieces in row_of_blocks)
+    scaled: dict[tuple[int, int], Matrix] = {}  # by numerator and denominator, whose hash is found far more quickly
+    product: list[tuple[Fraction, ...]] = []
+    for row in left:
+        blocks = []
+        for a in row:
+            key = a.as_integer_ratio()
+            if key not in scaled:
+                scaled[key] = tuple(tuple(a * b for b in others) for others in right) if a else _zeros(right)
+            blocks.append(scaled[key])
+        product += (tuple(itertools.chain(*pieces)) for pieces in zip(*blocks, strict=True))
+    return tuple(product)
+
+
+def _zeros(like: Matrix) -> Matrix:
+    return ((Fraction(0),) * len(like[0]),) * len(like)
 
 
 def _kronecker_scheme(first: Scheme, second: Scheme) -> Scheme:
