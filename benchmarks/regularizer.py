@@ -57,6 +57,7 @@ def network_contestants(depths: tuple[int, ...]) -> dict[str, Callable[[], objec
         "add_grad_": reg.add_grad_,
         "reg(), backward": lambda: reg().backward(),
         "project_": lambda: reg.project_(rate=1e-6),
+        "project_, sometimes checked": lambda: reg.project_(rate=1e-6, safe="sometimes"),
         "project_, unchecked": lambda: reg.project_(rate=1e-6, safe=False),
         "add_grad_, free": free.add_grad_,
         "reg(), backward, free": lambda: free().backward(),

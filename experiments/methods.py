@@ -42,7 +42,7 @@ class Regularization:
         if self.projection_rate is not None:
             for regularizer in self.regularizers:
                 # Every step checked: which ones are by default depends on the steps before, and no checkpoint has that.
-                regularizer.project_(rate=self.projection_rate, safe="always")
+                regularizer.project_(rate=self.projection_rate)
 
 
 def _regularizer(model: nn.Module, method: Method, weight: float) -> OrthRegularizer:

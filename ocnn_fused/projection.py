@@ -6,10 +6,10 @@ below about ``1.29 sqrt(a)``, and may raise it where one is above: such a step i
 
 To check a step, the loss after it must be computed, which costs about as much as half of the step itself. Nothing that
 the step's own pass knows can replace it for a large layer: bounds of the largest singular value by sums of squares are
-too coarse by the square root of the number of filters. So :class:`Steps`, which takes one step after the other, checks
-the first and then each sixteenth. In between the loss before each step, which costs nothing, shows whether a layer's
-loss has doubled since the step before; then it is left alone until the next check. Who wants all steps checked can have
-that too.
+too coarse by the square root of the number of filters. So every step is checked, unless the caller asks for less:
+:class:`Steps`, which takes one step after the other, can check the first and then each sixteenth. In between the loss
+before each step, which costs nothing, shows whether a layer's loss has doubled since the step before; then it is left
+alone until the next check. That is too late where an optimiser moves weights far in one step.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-#: Which steps are checked: some, each, or none.
-Safe = bool | Literal["always"]
+#: Which steps are checked: each, none, or some.
+Safe = bool | Literal["sometimes"]
 
 
 class Steps:
@@ -126,7 +126,7 @@ class Steps:
         if not safe:
             step_(weights, problems, options, rate, safe=False)
             return
-        checked = safe == "always" or self._taken % self.CHECK_EACH == 0 or rate > 2 * self._rate
+        checked = safe is True or self._taken % self.CHECK_EACH == 0 or rate > 2 * self._rate
         losses = _stacked(step_(weights, problems, options, rate, checked, None if checked else self._trusted))
         if checked or self._before is None or self._trusted is None:
             self._taken, self._rate = 0, rate

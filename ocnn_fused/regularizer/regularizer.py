@@ -274,11 +274,12 @@ class OrthRegularizer:
         happens. With a target ``a`` the step is divided by it, and by ``||K||^2 / M`` of each group where it is free.
 
         At rate 1 this is a Björck step, cut to the kernel's support. It lowers the loss while the largest singular
-        value is below about 1.29. ``safe`` checks the first step, each sixteenth after it, and one whose rate is more
-        than twice that of the last check: one that would raise the loss is halved, and left out if it still would. A
-        check costs one more pass for the loss, two on a GPU, and waits for nothing. Between checks a layer whose loss
-        has doubled from one step to the next is left alone until the next check (see :mod:`ocnn_fused.projection`).
-        "always" checks every step, so that the loss never rises; False leaves all of that to you.
+        value is below about 1.29. ``safe`` checks every step, so that the loss never rises: one that would raise it is
+        halved, and left out if it still would. A check costs one more pass for the loss, two on a GPU, and waits for
+        nothing. "sometimes" checks the first step, each sixteenth after it, and one whose rate is more than twice that
+        of the last check; in between a layer whose loss has doubled from one step to the next is left alone until the
+        next check (see :mod:`ocnn_fused.projection`). That suits small learning rates; at large ones it can come too
+        late. False leaves all of it to you.
 
         Under DistributedDataParallel each rank moves its share of the layers and sends them to the others, if
         ``shard`` is True or if it is "auto" and the sending takes less time than it saves; else each moves all of
@@ -288,7 +289,7 @@ class OrthRegularizer:
         check_positive("steps", steps)
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < inf:
             raise ValueError(f"rate must be a positive number, got {rate!r}")
-        check_choice("safe", safe, (True, False, "always"))
+        check_choice("safe", safe, (True, False, "sometimes"))
         selection, weights = self._look()
         self._expect_steps(selection)
         rate *= self._factor / self._settings.every
