@@ -17,7 +17,7 @@ from ..plan import FourierPlan
 from ..problem import FREE, OFF_DIAGONAL, Precision
 from .cpu import BANDWIDTH, product_seconds
 from .device import SPECS, Device, spec_of
-from .job import Epilogue, Executable, Job, accumulation_dtype
+from .job import Executable, Job, accumulation_dtype, run_each
 
 #: Entries of the largest matrix that transforms a kernel.
 _MOST_ENTRIES = 1 << 18
@@ -56,21 +56,7 @@ def _by_matrix(plan: FourierPlan) -> bool:
 
 def prepare(jobs: Sequence[Job[FourierPlan]], device: torch.device) -> Executable:
     executors = {key: _Executor(*key, device) for key in {(job.plan, job.operand.dtype) for job in jobs}}
-    return partial(_run, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
-
-
-@torch.no_grad()
-def _run(
-    calls: Sequence[tuple[_Executor, bool]], weights: Sequence[Tensor], epilogue: Epilogue | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    losses, grads = [], []
-    for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
-        loss, grad = executor(weight, with_grad)
-        losses.append(loss)
-        if epilogue is not None and with_grad:
-            grad = epilogue.settle(place, weight, grad, executor.plan.groups)
-        grads.append(grad)
-    return losses, grads
+    return partial(run_each, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
 
 
 def _pieces(plan: FourierPlan, device: Device) -> int:

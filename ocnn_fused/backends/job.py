@@ -92,6 +92,31 @@ def is_bilinear(plan: AnyPlan, dtype: torch.dtype) -> bool:
     return isinstance(plan, Plan)
 
 
+class Executor(Protocol):
+    """A plan with its matrices on a device, in PyTorch calls."""
+
+    @property
+    def plan(self) -> AnyPlan: ...
+
+    def __call__(self, weight: Tensor, with_grad: bool) -> tuple[Tensor, Tensor]:
+        """Loss and gradient, which is empty if none is wanted."""
+
+
+@torch.no_grad()
+def run_each(
+    calls: Sequence[tuple[Executor, bool]], weights: Sequence[Tensor], epilogue: Epilogue | None = None
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses and gradients, one weight after the other."""
+    losses, grads = [], []
+    for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
+        loss, grad = executor(weight, with_grad)
+        losses.append(loss)
+        if epilogue is not None and with_grad:
+            grad = epilogue.settle(place, weight, grad, executor.plan.groups)
+        grads.append(grad)
+    return losses, grads
+
+
 def joined(parts: Sequence[tuple[Sequence[int], Executable]]) -> Executable:
     """What executes all weights of a call, if each part executes those at its places."""
     used = [part for part in parts if part[0]]

@@ -12,7 +12,7 @@ from ..plan import Block, Plan
 from ..problem import FREE, OFF_DIAGONAL, Options
 from .cpu import refusal, resolve_precision, seconds
 from .device import beside_all_graphs
-from .job import Epilogue, Executable, Job, accumulation_dtype, is_bilinear
+from .job import Executable, Job, accumulation_dtype, is_bilinear, run_each
 from .lowering import to_tensor
 
 __all__ = ["prepare", "refusal", "resolve_precision", "seconds", "takes", "unavailable_reason"]
@@ -31,21 +31,7 @@ def unavailable_reason(device: torch.device) -> str | None:
 def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
     keys = {(job.plan, job.operand.dtype) for job in jobs}
     executors = beside_all_graphs(device, lambda: {key: _Executor(*key, device) for key in keys})
-    return partial(_run, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
-
-
-@torch.no_grad()
-def _run(
-    calls: Sequence[tuple[_Executor, bool]], weights: Sequence[Tensor], epilogue: Epilogue | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    losses, grads = [], []
-    for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
-        loss, grad = executor(weight, with_grad)
-        losses.append(loss)
-        if epilogue is not None and with_grad:
-            grad = epilogue.settle(place, weight, grad, executor.plan.groups)
-        grads.append(grad)
-    return losses, grads
+    return partial(run_each, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
 
 
 class _Executor:
