@@ -61,7 +61,8 @@ struct LoweredPlan {
   int64_t offset;  // see Plan.offset
   double target;   // see Targets in views.h
   // Whole mix matrices, see Plan.symmetric, Plan.antisymmetric and Plan.adjoint: (lags, outputs), (lags - 1, outputs),
-  // (outputs, lags), (outputs, lags - 1). All -1 where the outputs are the lags themselves.
+  // (outputs, lags), (outputs, lags - 1). All -1 where the outputs are the lags themselves. The CPU backend, which
+  // transforms axis by axis, gets none of them, nor the blocks' evaluation.
   Position symmetric, antisymmetric, symmetric_t, antisymmetric_t;
   std::vector<PlanPool> pools;
   std::vector<PlanBlock> blocks;

@@ -11,6 +11,27 @@ inline void each_residue(int64_t length, int64_t begin, int64_t end, const F& vi
   }
 }
 
+// Items [low, high) of the product of a plane and its own transpose, see SliceProduct, added to what is there if `add`.
+// Mix reads the upper triangle alone: an item is a row of panels and the row as far from the other end. A few are taken
+// at once, whatever that adds below the diagonal.
+template <typename T>
+inline void multiply_triangle(const T* plane, int64_t apart, int64_t panels, int64_t depth, T* out, bool add,
+                              int64_t low, int64_t high) {
+  constexpr int64_t width = Vector<T>::width;
+  const int64_t side = panels * width, few = std::max<int64_t>(1, panels / 16);
+  // Rows of panels [p, last), from column panel p on.
+  const auto rows = [&](int64_t p, int64_t last) {
+    if (p >= last) return;
+    multiply<Left::kTransposed>(plane + p * apart, apart, (last - p) * width, depth, plane + p * apart, apart,
+                                panels - p, out + (p * side + p * width) * width, side * width, add, plane);
+  };
+  for (int64_t p = low; p < high; p += few) {
+    const int64_t last = std::min(p + few, high);
+    rows(p, last);
+    rows(std::max(panels - last, last), panels - p);
+  }
+}
+
 template <typename S, typename T>
 void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
   constexpr int64_t width = Vector<T>::width;
@@ -49,23 +70,11 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
           passed += product.items(panels);
           const T *const left = planes + product.left * stride, *const right = planes + product.right * stride;
           T* const out = job.output(problem, product.out);
-          // Rows of panels [p, last), from column panel j on.
-          const auto rows = [&](int64_t p, int64_t last, int64_t j) {
-            if (p >= last) return;
-            multiply<Left::kTransposed>(left + p * apart, apart, (last - p) * width, count, right + j * apart, apart,
-                                        panels - j, out + (j * side + p * width) * width, side * width, n > 0, right);
-          };
-          if (!product.is_symmetric()) {
-            rows(low, high, 0);
-            continue;
-          }
-          // Mix reads the upper triangle alone: an item is a row of panels and the row as far from the other end. A few
-          // are taken at once, whatever that adds below the diagonal.
-          const int64_t few = std::max<int64_t>(1, panels / 16);
-          for (int64_t p = low; p < high; p += few) {
-            const int64_t last = std::min(p + few, high), mirror = std::max(panels - last, last);
-            rows(p, last, p);
-            rows(mirror, panels - p, mirror);
+          if (product.is_symmetric()) {
+            multiply_triangle(left, apart, panels, count, out, n > 0, low, high);
+          } else if (low < high) {
+            multiply<Left::kTransposed>(left + low * apart, apart, (high - low) * width, count, right, apart, panels,
+                                        out + low * width * width, side * width, n > 0, right);
           }
         }
       }

@@ -11,26 +11,37 @@ inline void move_panel(const Job& job, const WeightView<S>& weight, int64_t prob
     const int64_t r = (job.first_problem + problem) * job.rows + (job.column ? begin + n : s + l);
     return weight.row(r) + (job.column ? s + l : begin + n) * weight.channel_stride;
   };
+  const int64_t lane_stride = job.column ? weight.channel_stride : weight.row_stride,
+                step_stride = job.column ? weight.row_stride : weight.channel_stride;
   // Whether the taps of all steps lie one after the other, for every lane.
-  const bool is_transposable = !job.column && weight.dense && weight.channel_stride == taps;
-  if constexpr (std::is_same_v<std::remove_const_t<S>, T>) {
-    if (is_transposable && lanes == width && entries >= width) {
-      S* rows[width];
-      for (int64_t l = 0; l < width; ++l) rows[l] = entry(l, 0);
-      const int64_t done = each_square<width>(entries, weight.adds, [&](int64_t q, auto adds) {
+  const bool is_transposable = weight.dense && step_stride == taps;
+  if (is_transposable && entries >= width) {
+    S* rows[width] = {};
+    for (int64_t l = 0; l < lanes; ++l) rows[l] = entry(l, 0);
+    const auto move_squares = [&](auto lanes_now) {
+      return each_square<width>(entries, weight.adds, [&](int64_t q, auto adds) {
         int64_t n = q / taps, u = q % taps;
         const auto next_row = [&](int64_t) {
           T* const here = row(n, u);
           if (++u == taps) u = 0, ++n;
           return here;
         };
-        move_square<Vector<T>, std::is_const_v<S>, adds>([&](int64_t l) { return rows[l] + q; }, next_row);
+        move_square<Vector<T>, T, std::is_const_v<S>, adds>(
+            lanes_now, [&](int64_t l) { return rows[l] + q; }, next_row);
       });
-      for (int64_t q = done; q < entries; ++q) {
-        for (int64_t l = 0; l < width; ++l) move_lane(rows[l][q], row(q / taps, q % taps)[l], true);
-      }
-      return;
+    };
+    const int64_t done = lanes == width ? move_squares(std::integral_constant<int64_t, width>()) : move_squares(lanes);
+    for (int64_t q = done; q < entries; ++q) {
+      for (int64_t l = 0; l < lanes; ++l) move_lane(rows[l][q], row(q / taps, q % taps)[l], true);
     }
+    return;
+  }
+  if (taps == 1 && lane_stride == 1) {
+    for (int64_t n = 0; n < count; ++n) {
+      if (std::is_const_v<S> && lanes < width) store(typename Vector<T>::type{}, row(n, 0));
+      move_lanes(entry(0, n), row(n, 0), lanes, weight.adds);
+    }
+    return;
   }
   for (int64_t n = 0; n < count; ++n) {
     if (job.column) move_taps<T>(weight, entry(0, n), lanes, [&](int64_t u) { return row(n, u); });

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "panels.h"
+#include "flat.h"
 
 namespace ocnn_fused::cpu {
 
@@ -55,6 +55,16 @@ const PanelStages<S, T>& panel_stages() {
   return none;
 }
 
+template <typename S, typename T>
+const FlatStages<S, T>& flat_stages() {
+#if defined(__x86_64__)
+  if (vector_bytes() == 64) return avx512::kFlatStages<S, T>;
+  if (vector_bytes() == 32) return avx2::kFlatStages<S, T>;
+#endif
+  static constexpr FlatStages<S, T> none;
+  return none;
+}
+
 template const WeightStages<float, float>& weight_stages<float, float>();
 template const WeightStages<double, double>& weight_stages<double, double>();
 template const WeightStages<c10::BFloat16, float>& weight_stages<c10::BFloat16, float>();
@@ -63,6 +73,10 @@ template const PanelStages<float, float>& panel_stages<float, float>();
 template const PanelStages<double, double>& panel_stages<double, double>();
 template const PanelStages<c10::BFloat16, float>& panel_stages<c10::BFloat16, float>();
 template const PanelStages<c10::Half, float>& panel_stages<c10::Half, float>();
+template const FlatStages<float, float>& flat_stages<float, float>();
+template const FlatStages<double, double>& flat_stages<double, double>();
+template const FlatStages<c10::BFloat16, float>& flat_stages<c10::BFloat16, float>();
+template const FlatStages<c10::Half, float>& flat_stages<c10::Half, float>();
 template const MixStage<float>& mix_stage<float>();
 template const MixStage<double>& mix_stage<double>();
 

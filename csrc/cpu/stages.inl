@@ -22,9 +22,13 @@ constexpr MixStage<T> kMixStage{mix_tiles<T>, diagonal_row<T>};
 #include "panel_gram.inl"
 #include "panel_mix.inl"
 #include "panel_apply.inl"
+#include "panel_flat.inl"
 // clang-format on
 
 template <typename S, typename T>
 constexpr PanelStages<S, T> kPanelStages{Vector<T>::width, panel_load<S, T>, panel_gram<S, T>, panel_mix<S, T>,
                                          panel_apply<S, T>};
+template <typename S, typename T>
+constexpr FlatStages<S, T> kFlatStages{Vector<T>::width, kDepth,         flat_load<S, T>,
+                                       flat_gram<S, T>,  flat_mix<S, T>, flat_apply<S, T>};
 #endif

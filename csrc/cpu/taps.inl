@@ -10,6 +10,27 @@ inline void move_lane(S& element, T& lane, bool adds) {
   }
 }
 
+// `lanes` numbers that lie side by side in the weight, in pieces of kBytes and then of half as many.
+template <int64_t kBytes = OCNN_FUSED_VECTOR_BYTES, typename S, typename T>
+inline void move_lanes(S* elements, T* row, int64_t lanes, bool adds) {
+  using V = typename Vector<T, kBytes>::type;
+  constexpr int64_t width = Vector<T, kBytes>::width;
+  if constexpr (!std::is_same_v<std::remove_const_t<S>, T> || width == 1) {
+    for (int64_t l = 0; l < lanes; ++l) move_lane(elements[l], row[l], adds);
+  } else {
+    for (; lanes >= width; lanes -= width, elements += width, row += width) {
+      V& lane = *reinterpret_cast<V*>(row);
+      if constexpr (std::is_const_v<S>) {
+        lane = *reinterpret_cast<const V*>(elements);
+      } else {
+        V& target = *reinterpret_cast<V*>(elements);
+        target = adds ? target + lane : lane;
+      }
+    }
+    if (lanes > 0) move_lanes<kBytes / 2>(elements, row, lanes, adds);
+  }
+}
+
 // Calls visit(first, adds) for squares of kWidth, and returns how much of `count` they cover. The last may overlap its
 // neighbour, where that does no harm: not where squares are added.
 template <int64_t kWidth, typename F>
@@ -23,19 +44,33 @@ inline int64_t each_square(int64_t count, bool adds, const F& visit) {
   return q;
 }
 
-// A square of vectors of a weight, at entries(r), and what it is transposed to or from, at rows(r).
-template <typename Kind, bool kReads, bool kAdds, typename Entries, typename Rows>
-inline void move_square(const Entries& entries, const Rows& rows) {
+// A vector of numbers of another type, if need be.
+template <typename Kind, typename T, typename S>
+inline typename Kind::type load_as(const S* from) {
+  T values[Kind::width];
+  for (int64_t l = 0; l < Kind::width; ++l) values[l] = static_cast<T>(from[l]);
+  return *reinterpret_cast<const typename Kind::type*>(values);
+}
+template <typename Kind, typename T, typename S>
+inline void store_as(const typename Kind::type& value, S* to) {
+  for (int64_t l = 0; l < Kind::width; ++l) to[l] = static_cast<S>(value[l]);
+}
+
+// A square of vectors of a weight, at entries(r) for r < `lanes`, and what it is transposed to or from, at rows(r).
+// Lanes that the weight does not have are read as zero.
+template <typename Kind, typename T, bool kReads, bool kAdds, typename Entries, typename Rows>
+inline void move_square(int64_t lanes, const Entries& entries, const Rows& rows) {
   using V = typename Kind::type;
+  V square[Kind::width];
   if constexpr (kReads) {
-    transpose_square<Kind>(entries, rows);
+    for (int64_t r = 0; r < Kind::width; ++r) square[r] = r < lanes ? load_as<Kind, T>(entries(r)) : V{};
+    transpose<Kind::width>(square);
+    for (int64_t r = 0; r < Kind::width; ++r) *reinterpret_cast<V*>(rows(r)) = square[r];
   } else {
-    V square[Kind::width];
     for (int64_t r = 0; r < Kind::width; ++r) square[r] = *reinterpret_cast<const V*>(rows(r));
     transpose<Kind::width>(square);
-    for (int64_t r = 0; r < Kind::width; ++r) {
-      V& target = *reinterpret_cast<V*>(entries(r));
-      target = kAdds ? target + square[r] : square[r];
+    for (int64_t r = 0; r < std::min(lanes, Kind::width); ++r) {
+      store_as<Kind, T>(kAdds ? load_as<Kind, T>(entries(r)) + square[r] : square[r], entries(r));
     }
   }
 }
@@ -56,8 +91,8 @@ inline void move_taps(const WeightView<S>& weight, S* first, int64_t lanes, cons
   if constexpr (std::is_same_v<std::remove_const_t<S>, T>) {
     for (; weight.dense && weight.taps >= width && l + width <= lanes; l += width) {
       const int64_t done = each_square<width>(weight.taps, weight.adds, [&](int64_t u, auto adds) {
-        move_square<Short<T>, std::is_const_v<S>, adds>(
-            [&](int64_t r) { return first + (l + r) * weight.channel_stride + u; },
+        move_square<Short<T>, T, std::is_const_v<S>, adds>(
+            width, [&](int64_t r) { return first + (l + r) * weight.channel_stride + u; },
             [&](int64_t r) { return row(u + r) + l; });
       });
       for (int64_t u = done; u < weight.taps; ++u) {

@@ -3,6 +3,7 @@
 
 #include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <utility>
 #include <vector>
 
@@ -44,6 +45,34 @@ class Stacked {
   std::vector<int64_t> offsets_;
   WeightView<S> view_{};
 };
+
+// The filters' axes, but those of one entry, by how far apart their entries are.
+inline std::vector<int64_t> filter_axes(const at::Tensor& weight) {
+  std::vector<int64_t> axes;
+  for (int64_t axis = 1; axis < weight.dim(); ++axis) {
+    if (weight.size(axis) > 1) axes.push_back(axis);
+  }
+  std::sort(axes.begin(), axes.end(), [&](int64_t a, int64_t b) { return weight.stride(a) < weight.stride(b); });
+  return axes;
+}
+
+// Whether the entries of a filter, axis by axis, are equally far apart: the weight is then a matrix.
+inline bool is_matrix(const at::Tensor& weight, const std::vector<int64_t>& axes) {
+  for (size_t a = 1; a < axes.size(); ++a) {
+    if (weight.stride(axes[a]) != weight.stride(axes[a - 1]) * weight.size(axes[a - 1])) return false;
+  }
+  return true;
+}
+
+// The view of such a weight, one row per filter.
+template <typename S>
+WeightView<S> flattened(WeightView<S> view, const at::Tensor& weight) {
+  const std::vector<int64_t> axes = filter_axes(weight);
+  view.channel_stride = axes.empty() ? 1 : weight.stride(axes[0]);
+  view.taps = 1;
+  view.dense = true;
+  return view;
+}
 
 // What the gradients of weights of one plan, with so many groups each, are multiplied by.
 template <typename T>
