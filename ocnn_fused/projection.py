@@ -4,12 +4,11 @@ A step is ``K - rate/(8a) * gradient of L`` with the target ``a``. Without the c
 Björck step ``A - (A A^T - a I) A / (2a)`` of the convolution's matrix. It lowers the loss where singular values are
 below about ``1.29 sqrt(a)``, and may raise it where one is above: such a step is halved, if it is checked.
 
-To check a step, the loss after it must be computed, which costs about as much as half of the step itself. Nothing that
-the step's own pass knows can replace it for a large layer: bounds of the largest singular value by sums of squares are
-too coarse by the square root of the number of filters. So every step is checked, unless the caller asks for less:
-:class:`Steps`, which takes one step after the other, can check the first and then each sixteenth. In between the loss
-before each step, which costs nothing, shows whether a layer's loss has doubled since the step before; then it is left
-alone until the next check. That is too late where an optimiser moves weights far in one step.
+To check a step, the loss after it must be computed, which costs about half of the step itself. The loss before it costs
+nothing, and on a CPU it can be looked at before the weight is moved. So :class:`Past` remembers, for each weight, the
+last step that was checked, and asks for the next check only where something is in doubt: see :meth:`Past.vouches`.
+Near orthogonality, below :func:`harmless`, no step can raise the loss at all. On a GPU looking would mean waiting, so
+every step is checked there, without anybody looking.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from functools import lru_cache
-from math import inf
+from math import inf, prod
 from typing import Literal, NamedTuple
 
 import torch
@@ -27,9 +26,9 @@ from . import engine
 from .backends.job import Epilogue
 from .functional import check_weight
 from .plan import axes_of, least_loss
-from .problem import OFF_DIAGONAL, IntOrTuple, Options, Problem, options_of, problem_of
+from .problem import FREE, OFF_DIAGONAL, IntOrTuple, Options, Problem, options_of, problem_of
 
-__all__ = ["Orthogonalized", "Safe", "Steps", "orthogonalize_", "step_"]
+__all__ = ["Orthogonalized", "Past", "Safe", "harmless", "orthogonalize_", "step_"]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -44,29 +43,80 @@ def step_(
     options: Options,
     rate: float,
     safe: bool = True,
-    shares: Tensor | None = None,
+    pasts: Sequence[Past] | None = None,
 ) -> list[Tensor]:
     """One step of each weight, in place; returns their losses before it.
 
     Without ``safe`` the step is a part of the pass that computes it: no gradient is kept, nothing is read twice.
-    ``shares``, one per weight, shorten such steps.
 
     ``safe`` computes the losses after the step too. Where one has risen, the step is halved as often as the curve
     ``before - slope * x + c * x^4`` through all that is known says, and taken back if the loss rises even so.
-    On a GPU that is decided there, and costs two passes for the loss; on a CPU only weights that need it get a second.
+    On a GPU that is decided there, and costs two passes for the loss. On a CPU only weights that need it get a second;
+    with ``pasts``, one per weight, only steps that these do not vouch for are checked at all, and gradients are in
+    memory for one piece of the list at a time.
     """
     if not safe and _can_move_at_once(weights, problems):
-        return _move_all_(weights, problems, options, rate, shares)
-    losses, steps = engine.losses_and_grads(weights, problems, options, [True] * len(weights))
-    slopes = [
-        _scale_(step, weight, problem, rate) for step, weight, problem in zip(steps, weights, problems, strict=True)
-    ]
-    for place, step in enumerate(steps if shares is not None else ()):
-        step.mul_(shares[place])  # type: ignore[index]
-    torch._foreach_sub_(list(weights), steps)
-    if safe:
-        _halve_(weights, problems, options, _stacked(losses), _stacked(slopes), steps)
+        return _pass(weights, problems, options, rate, in_place=True)[0]
+    losses: list[Tensor] = []
+    for piece in _pieces(weights):
+        own = pasts[piece] if pasts is not None and _decides_on_host(weights[0]) else None
+        losses += _take_(weights[piece], problems[piece], options, rate, safe, own)
     return losses
+
+
+def _take_(
+    weights: Sequence[Tensor],
+    problems: tuple[Problem, ...],
+    options: Options,
+    rate: float,
+    safe: bool,
+    pasts: Sequence[Past] | None,
+) -> list[Tensor]:
+    """Steps that are in memory for a while, so that they can be shortened; returns the losses before them."""
+    losses, steps = _pass(weights, problems, options, rate, in_place=False)
+    doubtful = list(range(len(weights))) if safe else []
+    excess: list[float] = []
+    if pasts is not None:
+        excess = [loss.item() - least_loss(problem) for loss, problem in zip(losses, problems, strict=True)]
+        doubtful = [
+            place
+            for place in doubtful
+            if not pasts[place].vouches(excess[place], harmless(problems[place], rate), rate)
+        ]
+    slopes = [_slope(steps[place], weights[place], problems[place], rate) for place in doubtful]
+    torch._foreach_sub_(list(weights), steps)
+    if doubtful:
+        well = _halve_(
+            [weights[place] for place in doubtful],
+            tuple(problems[place] for place in doubtful),
+            options,
+            _stacked([losses[place] for place in doubtful]),
+            _stacked(slopes),
+            [steps[place] for place in doubtful],
+        )
+        if pasts is not None:
+            for place, fell in zip(doubtful, well.tolist(), strict=True):
+                pasts[place].note(excess[place], rate, fell)
+    return losses
+
+
+def _pieces(weights: Sequence[Tensor]) -> list[slice]:
+    """Neighbours whose steps are taken together.
+
+    A weight that is there twice takes one step after the other. On a CPU no piece is larger than the largest weight,
+    so that steps need little memory; elsewhere more pieces would mean more launches.
+    """
+    limit = max(weight.nbytes for weight in weights) if _decides_on_host(weights[0]) else inf
+    begins, size = [0], 0
+    there: set[int] = set()
+    for place, weight in enumerate(weights):
+        if size + weight.nbytes > limit or weight.data_ptr() in there:
+            begins.append(place)
+            size = 0
+            there.clear()
+        size += weight.nbytes
+        there.add(weight.data_ptr())
+    return [slice(begin, end) for begin, end in itertools.pairwise([*begins, len(weights)])]
 
 
 def _can_move_at_once(weights: Sequence[Tensor], problems: Sequence[Problem]) -> bool:
@@ -75,25 +125,30 @@ def _can_move_at_once(weights: Sequence[Tensor], problems: Sequence[Problem]) ->
     return different and all(problem.target != OFF_DIAGONAL for problem in problems)
 
 
-def _move_all_(
-    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, rate: float, shares: Tensor | None
-) -> list[Tensor]:
-    """Steps of different weights, added to them where the gradients are computed."""
-    losses = list(weights)
-    kinds: dict[bool, list[int]] = {}
+def _pass(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, rate: float, in_place: bool
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Losses, and steps to subtract; or these are subtracted from different weights where they are computed."""
+    losses, steps = list(weights), list(weights)
+    kinds: dict[float | None, list[int]] = {}  # None: a number as the target
     for place, problem in enumerate(problems):
-        kinds.setdefault(problem.target > 0, []).append(place)
-    for has_target, places in kinds.items():
+        kinds.setdefault(None if problem.target > 0 else problem.target, []).append(place)
+    sign = -1 if in_place else 1
+    for kind, places in kinds.items():
         some, of_some = [weights[place] for place in places], tuple(problems[place] for place in places)
-        numbers = tuple(-1 / (8 * problem.target) if has_target else -1 / 8 for problem in of_some)
-        factors = _on_device(numbers, weights[0].device)
-        if shares is not None:
-            factors = factors * Epilogue(shares).of(places).factors
-        epilogue = Epilogue(factors, rate, some, per_target=not has_target)
-        found = engine.losses_and_grads(some, of_some, options, [True] * len(some), epilogue)[0]
+        numbers = tuple(sign / (8 * problem.target) if problem.target > 0 else sign / 8 for problem in of_some)
+        epilogue = Epilogue(
+            _on_device(numbers, weights[0].device), rate, some if in_place else (), per_target=kind == FREE
+        )
+        found, grads = engine.losses_and_grads(some, of_some, options, [True] * len(some), epilogue)
         for place, loss in zip(places, found, strict=True):
             losses[place] = loss
-    return losses
+        for place, grad in zip(places, grads, strict=False) if not in_place else ():
+            if kind == OFF_DIAGONAL:
+                grouped = grad.unflatten(0, (problems[place].groups, -1))
+                grouped.div_(_scales(weights[place], problems[place]).to(grad.dtype))
+            steps[place] = grad
+    return losses, steps
 
 
 @lru_cache(maxsize=64)
@@ -103,54 +158,71 @@ def _on_device(numbers: tuple[float, ...], device: torch.device) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64, device=device)
 
 
-#: Which steps are checked: each, none, or some.
-Safe = bool | Literal["sometimes"]
+#: Which steps are checked: those in doubt, none, or each.
+Safe = bool | Literal["always"]
 
 
-class Steps:
-    """One step after the other of always the same weights; see the top of this file. Nothing waits for a device."""
+class Past:
+    """What is known of the steps of one weight since the last one that was checked."""
 
     CHECK_EACH = 16
-    GROWTH = 2.0
+    GROWTH = 1.25
+    MARGIN = 0.25
 
     def __init__(self) -> None:
-        self._taken = 0
+        self._left = 0  # steps until the next check
         self._rate = 0.0  # of the last check
-        self._before: Tensor | None = None  # losses before the last step of those that are trusted
-        self._trusted: Tensor | None = None  # 1 or 0 for each weight
+        self._least = 0.0  # loss before a step since then
 
-    def take_(
-        self, weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, rate: float, safe: Safe
-    ) -> None:
-        """One step of each weight, in place; ``safe`` is that of ``OrthRegularizer.project_``."""
-        if not safe:
-            step_(weights, problems, options, rate, safe=False)
-            return
-        checked = safe is True or self._taken % self.CHECK_EACH == 0 or rate > 2 * self._rate
-        losses = _stacked(step_(weights, problems, options, rate, checked, None if checked else self._trusted))
-        if checked or self._before is None or self._trusted is None:
-            self._taken, self._rate = 0, rate
-            self._before, self._trusted = losses, torch.ones_like(losses)
-        else:
-            self._trusted = self._trusted * (losses <= self.GROWTH * self._before)  # NaN is not
-            self._before = torch.where(self._trusted > 0, losses, self._before)
-        self._taken += 1
+    def vouches(self, loss: float, harmless: float, rate: float) -> bool:
+        """Whether the next step, from where the loss is ``loss`` above its least, need not be checked.
+
+        It need not if no step can do harm from there; or if the last check found a good step, it is fewer than
+        ``CHECK_EACH`` steps ago, and neither the rate nor the loss has grown since by more than ``GROWTH``.
+        """
+        if loss <= harmless:
+            return True
+        if not (self._left > 0 and rate <= self.GROWTH * self._rate and loss <= self.GROWTH * self._least):
+            return False  # NaN too
+        self._left -= 1
+        self._least = min(self._least, loss)
+        return True
+
+    def note(self, loss: float, rate: float, fell: bool) -> None:
+        """A step was checked; ``fell``: the loss by at least ``MARGIN`` of what its slope promised."""
+        self._left, self._rate, self._least = self.CHECK_EACH - 1 if fell else 0, rate, loss
 
 
-def _scale_(grad: Tensor, weight: Tensor, problem: Problem, rate: float) -> Tensor:
-    """Turn a gradient into a step; returns the slope of the loss along it."""
-    grouped = grad.unflatten(0, (problem.groups, -1))
+@lru_cache(maxsize=1024)
+def harmless(problem: Problem, rate: float) -> float:
+    """Losses above the least of which no step at ``rate`` raises the loss, or a negative number if none is known.
+
+    The loss is the mean over ``n`` frequencies of ``||A A^H - a I||^2``, so no singular value there is above
+    ``s^2 = a + sqrt(n * loss)``, here and wherever the loss is not larger; the curvature is at most ``12 s^2 - 4 a``,
+    and a step of at most two over that cannot leave the set where the loss is not larger.
+    """
+    axes = axes_of(problem)
+    if problem.target <= 0 or rate >= 2 or any(axis.lags != axis.all_lags for axis in axes):
+        return -1.0
+    return (problem.target * (2 / rate - 1) / 1.5) ** 2 / prod(2 * axis.lags + 1 for axis in axes)
+
+
+def _scales(weight: Tensor, problem: Problem) -> Tensor:
+    """What the step of each group is divided by, shaped for its filters."""
+    rows = weight.unflatten(0, (problem.groups, -1))
+    every = tuple(range(1, rows.dim()))
+    squares = torch.linalg.vector_norm(rows, dim=every, keepdim=True).double().square() / problem.rows
+    if problem.target > 0:
+        return torch.full_like(squares, problem.target)
+    return torch.where(squares > 0, squares, 1.0)
+
+
+def _slope(step: Tensor, weight: Tensor, problem: Problem, rate: float) -> Tensor:
+    """Of the loss along a step that has not been taken yet."""
+    grouped = step.unflatten(0, (problem.groups, -1))
     every = tuple(range(1, grouped.dim()))
     squares = torch.linalg.vector_norm(grouped, dim=every, keepdim=True).double().square()
-    if problem.target > 0:
-        factors: Tensor | float = rate / (8 * problem.target)
-    else:  # groups go by their own scale
-        rows = weight.unflatten(0, (problem.groups, -1))
-        scales = torch.linalg.vector_norm(rows, dim=every, keepdim=True).double().square() / problem.rows
-        factors = rate / (8 * torch.where(scales > 0, scales, 1.0))
-    slope = (squares * factors).sum()
-    grouped.mul_(factors.to(grad.dtype) if isinstance(factors, Tensor) else factors)
-    return slope
+    return (squares * _scales(weight, problem)).sum() * (8 / rate)
 
 
 def _halve_(
@@ -160,17 +232,18 @@ def _halve_(
     before: Tensor,
     slopes: Tensor,
     steps: Sequence[Tensor],
-) -> None:
-    """Shorten steps that raise the loss; ``weights`` have taken them already."""
+) -> Tensor:
+    """Shorten steps that raise the loss; ``weights`` have taken them already. Returns which losses fell well."""
     after = _losses(weights, problems, options)
     rose = ~(after <= before)  # NaN too
+    well = before - after >= Past.MARGIN * slopes
     fractions = (slopes / (4 * (after - before + slopes))).pow(1 / 3).nan_to_num(0.0, 0.0, 0.0)
     kept = torch.where(rose, torch.exp2(torch.floor(torch.log2(fractions))), 1.0)
     places = list(range(len(weights)))
     if _decides_on_host(before):
         places = rose.nonzero().flatten().tolist()
         if not places:
-            return
+            return well
     chosen = [weights[place] for place in places]
     for place, weight in zip(places, chosen, strict=True):
         _move_(weight, steps[place], 1 - kept[place])
@@ -178,6 +251,7 @@ def _halve_(
     still = ~(again <= before[places]) & rose[places]
     for place, weight, back in zip(places, chosen, torch.where(still, kept[places], 0.0).unbind(), strict=True):
         _move_(weight, steps[place], back)
+    return well
 
 
 def _decides_on_host(tensor: Tensor) -> bool:

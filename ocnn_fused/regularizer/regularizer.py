@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from .. import modules
 from ..autograd import add_grads_, orth_losses, orth_total
 from ..backends.job import Epilogue
-from ..problem import Part, Target
-from ..projection import Safe
+from ..problem import Part, Target, check_choice
+from ..projection import Safe, step_
 from ..reference import frobenius_norm
 from ..spectrum import LayerOptions, Summary, circular_size, input_shapes, singular_values, summary
 from ..warn import warn
@@ -29,7 +29,7 @@ from .distributed import (
     sharing_pays,
 )
 from .selection import Layer, Pass, Selection, by_columns
-from .settings import Method, Selector, Settings, Weight, check_choice, check_positive
+from .settings import Method, Selector, Settings, Weight, check_positive
 from .srip import srip_loss
 from .table import describe
 
@@ -274,12 +274,11 @@ class OrthRegularizer:
         happens. With a target ``a`` the step is divided by it, and by ``||K||^2 / M`` of each group where it is free.
 
         At rate 1 this is a Björck step, cut to the kernel's support. It lowers the loss while the largest singular
-        value is below about 1.29. ``safe`` checks every step, so that the loss never rises: one that would raise it is
-        halved, and left out if it still would. A check costs one more pass for the loss, two on a GPU, and waits for
-        nothing. "sometimes" checks the first step, each sixteenth after it, and one whose rate is more than twice that
-        of the last check; in between a layer whose loss has doubled from one step to the next is left alone until the
-        next check (see :mod:`ocnn_fused.projection`). That suits small learning rates; at large ones it can come too
-        late. False leaves all of it to you.
+        value is below about 1.29. ``safe`` checks steps: one that would raise the loss is halved, and left out if it
+        still would. A check costs one more pass for the loss. On a CPU a layer's step is checked where it is in doubt:
+        the first, each sixteenth, and one before which the rate or the layer's loss is a quarter above what it was when
+        a check last found a good step (see :mod:`ocnn_fused.projection`). "always" checks every step, as a GPU does in
+        any case, because choosing would mean waiting for it. False checks none, and needs no memory for gradients.
 
         Under DistributedDataParallel each rank moves its share of the layers and sends them to the others, if
         ``shard`` is True or if it is "auto" and the sending takes less time than it saves; else each moves all of
@@ -289,7 +288,7 @@ class OrthRegularizer:
         check_positive("steps", steps)
         if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < inf:
             raise ValueError(f"rate must be a positive number, got {rate!r}")
-        check_choice("safe", safe, (True, False, "sometimes"))
+        check_choice("safe", safe, (True, False, "always"))
         selection, weights = self._look()
         self._expect_steps(selection)
         rate *= self._factor / self._settings.every
@@ -305,9 +304,9 @@ class OrthRegularizer:
         for members in devices.values():
             whole = [_whole(weights[index]) for index in members]
             problems = tuple(selection.layers[index].problem for index in members)
-            taken = selection.steps_of(tuple(members))
+            pasts = [selection.past_of(index) for index in members] if safe is True else None
             for _ in range(steps):
-                taken.take_(whole, problems, self._settings.options, rate, safe)
+                step_(whole, problems, self._settings.options, rate, bool(safe), pasts)
             for index, moved in zip(members, whole, strict=True):
                 if modules.is_spread(weights[index]):
                     modules.copy_into_pieces(weights[index], moved)

@@ -16,7 +16,7 @@ from ..backends.cpu import BANDWIDTH
 from ..functional import check_weight
 from ..plan import AnyPlan, has_orthogonal, least_loss, polyphase_channels
 from ..problem import OFF_DIAGONAL, Options, Problem, problem_of
-from ..projection import Steps
+from ..projection import Past
 from .distributed import balanced_shares, under_fully_shard
 from .presets import paper_resnet
 from .settings import Method, Selector, Settings, matches
@@ -102,7 +102,7 @@ class Selection:
         self._settings = settings
         self._passes: dict[tuple[int, ...], list[Pass]] = {}
         self._shares: dict[int, list[tuple[int, ...]]] = {}
-        self._steps: dict[tuple[int, ...], Steps] = {}
+        self._pasts: dict[int, Past] = {}
         self.layers, self.left_out, self.empty_blocks, self._unusable = _choose(model, settings)
         self.everything = tuple(range(len(self.layers)))
         # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
@@ -176,9 +176,9 @@ class Selection:
             )
         return True
 
-    def steps_of(self, indices: tuple[int, ...]) -> Steps:
-        """What has become of earlier steps of ``project_()`` of these layers."""
-        return self._steps.setdefault(indices, Steps())
+    def past_of(self, index: int) -> Past:
+        """What has become of earlier steps of ``project_()`` of a layer."""
+        return self._pasts.setdefault(index, Past())
 
     def trained_sources(self, index: int) -> list[Tensor]:
         """The parameters that a computed weight's gradient goes to."""

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias
 from torch import Tensor, nn
 
 from .. import modules
-from ..problem import Options, Part, Target, options_of, target_of
+from ..problem import Options, Part, Target, check_choice, options_of, target_of
 from .distributed import Shard
 
 Method = Literal["conv", "kernel", "srip"]
@@ -209,9 +209,3 @@ def check_method(method: Any) -> None:
 def check_positive(argument: str, value: Any) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{argument} must be a positive int, got {value!r}")
-
-
-def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> None:
-    # By identity where it is no text: 1 is equal to True.
-    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
-        raise ValueError(f"{argument} must be one of {', '.join(map(repr, choices))}, got {value!r}")

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..functional import check_weight
-from ..problem import problem_of
-from .settings import check_choice, check_positive
+from ..problem import check_choice, problem_of
+from .settings import check_positive
 
 __all__ = ["srip_loss"]
 
