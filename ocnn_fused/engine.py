@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import gc
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -46,6 +48,19 @@ def _resolve_for(name: str, options: Options, device: torch.device | str) -> Res
     return Resolved(convolution, linear)
 
 
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: plans are thousands of small objects, none of them garbage, and one look through all that
+    torch has imported takes longer than making them."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @lru_cache(maxsize=1024)
 def prepare(
     problems: tuple[Problem, ...], operands: tuple[Operand, ...], options: Options | Resolved, device: torch.device
@@ -56,24 +71,25 @@ def prepare(
     """
     resolved = resolve(options, device) if isinstance(options, Options) else options
     backend = backends.MODULES[resolved.convolution.backend]  # type: ignore[index]
-    plans: dict[tuple[Problem, torch.dtype], AnyPlan] = {}
-    for problem, operand in zip(problems, operands, strict=True):
-        if (problem, operand.dtype) not in plans:
-            plans[problem, operand.dtype] = choose(problem, operand.dtype, device, resolved.of(problem)).plan
-    own: dict[int, Job[AnyPlan]] = {}
-    others: dict[int, Job[FourierPlan]] = {}
-    for place, (problem, operand) in enumerate(zip(problems, operands, strict=True)):
-        plan, precision = plans[problem, operand.dtype], resolved.of(problem).precision or "ieee"
-        if backend.takes(plan, operand.dtype):
-            own[place] = Job(problem, plan, operand, precision)
-        else:
-            others[place] = Job(problem, plan, operand, precision)  # type: ignore[arg-type]
-    executable = joined(
-        [
-            (tuple(own), backend.prepare(tuple(own.values()), device, resolved.convolution)),  # type: ignore[arg-type]
-            (tuple(others), fourier.prepare(tuple(others.values()), device)),
-        ]
-    )
+    with _uncollected():
+        plans: dict[tuple[Problem, torch.dtype], AnyPlan] = {}
+        for problem, operand in zip(problems, operands, strict=True):
+            if (problem, operand.dtype) not in plans:
+                plans[problem, operand.dtype] = choose(problem, operand.dtype, device, resolved.of(problem)).plan
+        own: dict[int, Job[AnyPlan]] = {}
+        others: dict[int, Job[FourierPlan]] = {}
+        for place, (problem, operand) in enumerate(zip(problems, operands, strict=True)):
+            plan, precision = plans[problem, operand.dtype], resolved.of(problem).precision or "ieee"
+            if backend.takes(plan, operand.dtype):
+                own[place] = Job(problem, plan, operand, precision)
+            else:
+                others[place] = Job(problem, plan, operand, precision)  # type: ignore[arg-type]
+        executable = joined(
+            [
+                (tuple(own), backend.prepare(tuple(own.values()), device, resolved.convolution)),  # type: ignore[arg-type]
+                (tuple(others), fourier.prepare(tuple(others.values()), device)),
+            ]
+        )
     if device.type != "cpu":
         _kept.append(executable)
     return executable

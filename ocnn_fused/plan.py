@@ -170,7 +170,8 @@ def direct_scheme(taps: int) -> Scheme:
 
 
 def _identity(size: int) -> Matrix:
-    return tuple(tuple(Fraction(int(i == j)) for j in range(size)) for i in range(size))
+    zero, one = Fraction(0), Fraction(1)
+    return tuple((zero,) * i + (one,) + (zero,) * (size - 1 - i) for i in range(size))
 
 
 def _kronecker(left: Matrix, right: Matrix) -> Matrix:
@@ -192,24 +193,28 @@ def _zeros(like: Matrix) -> Matrix:
     return ((Fraction(0),) * len(like[0]),) * len(like)
 
 
-def _kronecker_scheme(first: Scheme, second: Scheme) -> Scheme:
-    """The two-dimensional scheme of two one-dimensional ones (axes in row-major order)."""
-    planes, outputs = len(second.evaluation), len(second.partner)
-    return Scheme(
-        evaluation=_kronecker(first.evaluation, second.evaluation),
-        products=tuple(
-            (l1 * planes + l2, r1 * planes + r2, o1 * outputs + o2)
-            for l1, r1, o1 in first.products
-            for l2, r2, o2 in second.products
-        ),
-        mix=_kronecker(first.mix, second.mix),
-        partner=tuple(p1 * outputs + p2 for p1 in first.partner for p2 in second.partner),
-    )
+class Grid(NamedTuple):
+    """Planes, products and outputs of several axes together, each numbered in row-major order of those of the axes."""
+
+    planes: int
+    products: tuple[tuple[int, int, int], ...]
+    partner: tuple[int, ...]
 
 
-_POINT_SCHEME = Scheme(
-    evaluation=_identity(1), products=((0, 0, 0),), mix=_identity(1), partner=(0,)
-)  # the empty product: no spatial axis
+def _grid(schemes: Sequence[Scheme]) -> Grid:
+    grid = Grid(1, ((0, 0, 0),), (0,))  # no spatial axis
+    for scheme in schemes:
+        planes, outputs = len(scheme.evaluation), len(scheme.partner)
+        grid = Grid(
+            grid.planes * planes,
+            tuple(
+                (l1 * planes + l2, r1 * planes + r2, o1 * outputs + o2)
+                for l1, r1, o1 in grid.products
+                for l2, r2, o2 in scheme.products
+            ),
+            tuple(p1 * outputs + p2 for p1 in grid.partner for p2 in scheme.partner),
+        )
+    return grid
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -314,19 +319,32 @@ class Block:
     ``output_of[g][1]``. Plans whose outputs are the lags themselves do not use ``output_of``.
     """
 
-    evaluation: Matrix
     sources: tuple[tuple[int, ...], ...]
     factors: tuple[Scheme, ...]
     plane_of: tuple[int, ...]
     output_of: tuple[tuple[int, bool], ...]
 
+    # Whole matrices grow with the product of all axes; they are made for backends that do not go axis by axis.
+
+    @cached_property
+    def evaluation(self) -> Matrix:
+        """``(planes, taps)``."""
+        on_grid = reduce(_kronecker, (scheme.evaluation for scheme in self.factors), _identity(1))
+        order = sorted(range(self.planes), key=self.plane_of.__getitem__)
+        return tuple(on_grid[g] for g in order)
+
+    @cached_property
+    def grid_mix(self) -> Matrix:
+        """Lags of the class from the grid's outputs, ``(lags, outputs)``, both in row-major order."""
+        return reduce(_kronecker, (scheme.mix for scheme in self.factors), _identity(1))
+
     @property
     def planes(self) -> int:
-        return len(self.evaluation)
+        return len(self.plane_of)
 
     @property
     def taps(self) -> int:
-        return len(self.evaluation[0])
+        return len(self.sources[0])
 
     @property
     def residues(self) -> int:
@@ -507,8 +525,6 @@ class Plan(PlanBase):
     runs: tuple[Run, ...]  # the same, as a backend can issue them
     self_paired: tuple[bool, ...]
     lags: tuple[tuple[int, ...], ...]
-    mix: Matrix
-    mix_transposed: Matrix
 
     # -- derived, used by every backend --------------------------------------------------------------------------------
 
@@ -546,6 +562,15 @@ class Plan(PlanBase):
         area = self.groups * gram * gram
         elementwise += area * (3 * len(self.lags) if self.is_diagonal else 2 * len(self.lags) * self.outputs)
         return Work(multiply_adds, elementwise, traffic + 4 * 4 * area * self.outputs)
+
+    @property
+    def mix(self) -> Matrix:
+        """``(lags, outputs)``; of an output that is its own transpose half, so that ``x + y`` carries all of it."""
+        return _mixes(self.axes, self.side, self.algorithm)[0]
+
+    @property
+    def mix_transposed(self) -> Matrix:
+        return _mixes(self.axes, self.side, self.algorithm)[1]
 
     @cached_property
     def symmetric(self) -> Matrix:
@@ -646,12 +671,6 @@ def _axis_schemes(taps: tuple[int, ...], algorithm: Algorithm) -> tuple[Scheme, 
     return tuple(toom_scheme(n) if algorithm == "toom" and n <= MAX_TOOM_TAPS else direct_scheme(n) for n in taps)
 
 
-@cache
-def _class_scheme(taps: tuple[int, ...], algorithm: Algorithm) -> Scheme:
-    """Of all axes together; both sides use the same."""
-    return reduce(_kronecker_scheme, _axis_schemes(taps, algorithm), _POINT_SCHEME)
-
-
 def _half_lags(axes: tuple[Axis, ...]) -> tuple[tuple[int, ...], ...]:
     """Kept lags up to sign: zero, then the lexicographically positive ones."""
     lags = itertools.product(*(range(-axis.lags, axis.lags + 1) for axis in axes))
@@ -666,16 +685,42 @@ class Bilinear(NamedTuple):
     products: tuple[Product, ...]
     runs: tuple[Run, ...]
     self_paired: tuple[bool, ...]
-    mix: Matrix
-    mix_transposed: Matrix
+
+
+def _bilinear(axes: tuple[Axis, ...], side: Side, algorithm: Algorithm) -> Bilinear:
+    # Where all classes have equally many taps there is nothing to pad: both sides have the same blocks.
+    is_even = all(axis.taps % axis.residues == 0 for axis in axes)
+    return _built(axes, "row" if is_even else side, algorithm)
 
 
 @cache
-def _bilinear(axes: tuple[Axis, ...], side: Side, algorithm: Algorithm) -> Bilinear:
+def _built(axes: tuple[Axis, ...], side: Side, algorithm: Algorithm) -> Bilinear:
     builder = _Builder(_half_lags(axes), algorithm)
     for taps, residues in _classes(axes, side):
         builder.add_class(taps, tuple(_sources(axes, taps, residue) for residue in residues))
     return builder.finish()
+
+
+@cache
+def _mixes(axes: tuple[Axis, ...], side: Side, algorithm: Algorithm) -> tuple[Matrix, Matrix]:
+    """``Plan.mix`` and ``Plan.mix_transposed``."""
+    bilinear, lags = _bilinear(axes, side, algorithm), _half_lags(axes)
+    mixes = [[[Fraction(0)] * len(bilinear.self_paired) for _ in lags] for _ in range(2)]
+    if algorithm == "direct":  # outputs are the lags themselves
+        for number in range(len(lags)):
+            mixes[0][number][number] = Fraction(1)
+    for block in bilinear.blocks if algorithm != "direct" else ():
+        class_lags = itertools.product(*(range(-(len(s.mix) // 2), len(s.mix) // 2 + 1) for s in block.factors))
+        row_of = dict(zip(class_lags, block.grid_mix, strict=True))
+        for number, lag in enumerate(lags):
+            if lag in row_of:
+                for value, (out, is_transposed) in zip(row_of[lag], block.output_of, strict=True):
+                    mixes[is_transposed][number][out] = value
+    for out in (out for out, is_own in enumerate(bilinear.self_paired) if is_own):
+        for row, row_t in zip(*mixes, strict=True):
+            row[out] = row_t[out] = (row[out] + row_t[out]) / 2
+    stored, transposed = (tuple(map(tuple, mix)) for mix in mixes)
+    return stored, transposed
 
 
 class _Builder:
@@ -687,75 +732,60 @@ class _Builder:
         self.blocks: list[Block] = []
         self.products: list[Product] = []
         self.self_paired: list[bool] = []
-        self.columns: list[tuple[list[Fraction], list[Fraction]]] = []  # of mix and mix_transposed, per stored output
         self.output_of_lag: dict[tuple[int, ...], int] = {}  # direct outputs are lags, which all classes add into
 
     def add_class(self, taps: tuple[int, ...], sources: tuple[tuple[int, ...], ...]) -> None:
-        scheme = _class_scheme(taps, self.algorithm)
+        factors = _axis_schemes(taps, self.algorithm)
+        grid = _grid(factors)
         class_lags = list(itertools.product(*(range(-(n - 1), n) for n in taps)))
         row_of = {lag: index for index, lag in enumerate(class_lags)}
         pairs_of: dict[int, list[tuple[int, int]]] = {}
-        for left, right, out in scheme.products:
+        for left, right, out in grid.products:
             pairs_of.setdefault(out, []).append((left, right))
-        stored = self._stored_outputs(scheme, row_of)
-        order = _plane_order(scheme, pairs_of, stored)
+        stored = self._stored_outputs(grid, row_of)
+        order = _plane_order(grid, pairs_of, stored)
         position = {plane: index for index, plane in enumerate(order)}
         output_of: dict[int, tuple[int, bool]] = {}
         for out in stored:
-            index = self._output(scheme, out, row_of, class_lags)
+            index = self._output(grid, out, class_lags)
             block = len(self.blocks)
             self.products += [Product(block, position[left], position[right], index) for left, right in pairs_of[out]]
-            output_of[scheme.partner[out]] = (index, True)
+            output_of[grid.partner[out]] = (index, True)
             output_of[out] = (index, False)
         self.blocks.append(
             Block(
-                evaluation=tuple(scheme.evaluation[plane] for plane in order),
                 sources=sources,
-                factors=_axis_schemes(taps, self.algorithm),
+                factors=factors,
                 plane_of=tuple(position[plane] for plane in range(len(order))),
                 output_of=tuple(output_of[out] for out in sorted(output_of)),
             )
         )
 
-    def _stored_outputs(self, scheme: Scheme, row_of: dict[tuple[int, ...], int]) -> list[int]:
+    def _stored_outputs(self, grid: Grid, row_of: dict[tuple[int, ...], int]) -> list[int]:
         """One of each pair of transposes: of direct outputs the lag that is kept, else self-paired ones first."""
         if self.algorithm == "direct":
             return [row_of[lag] for lag in self.lags if lag in row_of]
-        outputs = range(len(scheme.partner))
-        return [o for o in outputs if scheme.partner[o] == o] + [o for o in outputs if scheme.partner[o] > o]
+        outputs = range(len(grid.partner))
+        return [o for o in outputs if grid.partner[o] == o] + [o for o in outputs if grid.partner[o] > o]
 
-    def _output(
-        self, scheme: Scheme, out: int, row_of: dict[tuple[int, ...], int], class_lags: Sequence[tuple[int, ...]]
-    ) -> int:
-        """Number of a stored output among those of all classes; a new one gets its columns of the mix."""
+    def _output(self, grid: Grid, out: int, class_lags: Sequence[tuple[int, ...]]) -> int:
+        """Number of a stored output among those of all classes."""
         index = len(self.self_paired)
         if self.algorithm == "direct":
             known = self.output_of_lag.setdefault(class_lags[out], index)
             if known != index:
                 return known
-        partner = scheme.partner[out]
-        rows = [row_of.get(lag) for lag in self.lags]
-        column, column_t = (
-            [Fraction(0) if row is None else scheme.mix[row][which] for row in rows] for which in (out, partner)
-        )
-        if partner == out:  # split evenly, so that x + y carries all of it and x - y nothing
-            column = column_t = [value / 2 for value in column]
-        self.columns.append((column, column_t))
-        self.self_paired.append(partner == out)
+        self.self_paired.append(grid.partner[out] == out)
         return index
 
     def finish(self) -> Bilinear:
-        mix, mix_transposed = (
-            tuple(zip(*(columns[which] for columns in self.columns), strict=True)) for which in (0, 1)
-        )
-        runs = tuple(_runs(self.products))
-        return Bilinear(tuple(self.blocks), tuple(self.products), runs, tuple(self.self_paired), mix, mix_transposed)
+        return Bilinear(tuple(self.blocks), tuple(self.products), tuple(_runs(self.products)), tuple(self.self_paired))
 
 
-def _plane_order(scheme: Scheme, pairs_of: dict[int, list[tuple[int, int]]], stored: Sequence[int]) -> list[int]:
+def _plane_order(grid: Grid, pairs_of: dict[int, list[tuple[int, int]]], stored: Sequence[int]) -> list[int]:
     """Planes in the order self-paired, first of each pair, partners: then all products are two batched runs."""
     if any(len(pairs) > 1 for pairs in pairs_of.values()):
-        return list(range(len(scheme.evaluation)))
+        return list(range(grid.planes))
     paired = [pairs_of[out][0] for out in stored]
     return [left for left, _ in paired] + [right for left, right in paired if left != right]
 

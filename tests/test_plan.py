@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import itertools
 from collections import Counter
 from dataclasses import replace
 from fractions import Fraction
 from math import gcd, lcm, prod
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,8 +19,11 @@ from plans import chosen, problem_with
 
 from ocnn_fused import engine, explain
 from ocnn_fused import plan as planning
-from ocnn_fused.plan import Axis, Plan, reduce_axis
-from ocnn_fused.problem import Options
+from ocnn_fused.backends import cpu
+from ocnn_fused.backends.job import Operand
+from ocnn_fused.backends.lowering import lower
+from ocnn_fused.plan import Axis, Plan, Product, reduce_axis
+from ocnn_fused.problem import DEFAULT_OPTIONS, Options, problem_of
 
 CPU = Options(backend="cpu", precision="ieee")
 
@@ -216,14 +222,13 @@ def test_a_wrong_coefficient_is_found() -> None:
         (first, *rest), *rows = matrix
         return ((first + nudge, *rest), *rows)
 
-    block = plan.blocks[0]
-    for name, value in {
-        "mix": nudged(plan.mix),
-        "mix_transposed": nudged(plan.mix_transposed),
-        "blocks": (replace(block, evaluation=nudged(block.evaluation)),),
-        "products": ((0, 1, 1, 0), *plan.products[1:]),
-    }.items():
-        broken = Plan(**{field: getattr(plan, field) for field in Plan.__dataclass_fields__} | {name: value})
+    broken_block = replace(plan.blocks[0])
+    vars(broken_block)["evaluation"] = nudged(broken_block.evaluation)
+    for name in ("mix", "mix_transposed"):
+        with patch.object(Plan, name, nudged(getattr(plan, name))), pytest.raises(AssertionError):
+            assert_bilinear_identity(plan)
+    products = (Product(0, 1, 1, 0), *plan.products[1:])
+    for broken in (replace(plan, blocks=(broken_block,)), replace(plan, products=products)):
         with pytest.raises(AssertionError):
             assert_bilinear_identity(broken)
 
@@ -437,3 +442,53 @@ def test_what_does_not_depend_on_sizes_is_computed_once() -> None:
     first, second = (chosen(problem_with(*sizes, square(5, 1))) for sizes in ((64, 32), (96, 80)))
     assert first is not second
     assert first.mix is second.mix
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# What planning takes
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernel", [(5, 5, 5), (4, 4, 4), (7, 7), (63,), (6, 9, 6)])
+def test_plans_are_made_without_large_matrices(kernel: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU backend goes axis by axis: products of several axes' matrices are neither needed nor made."""
+    monkeypatch.setattr(planning, "_kronecker", lambda *_: pytest.fail("a matrix of several axes was made"))
+    planning._built.cache_clear()
+    stride = 2 if kernel == (6, 9, 6) else 1
+    for plan in planning.candidates(problem_of((24, 24, *kernel), stride, 1, 1, None)):
+        if cpu.takes(plan, torch.float32):
+            lower(plan, torch.float32, whole=False)
+
+
+def test_planning_is_not_the_time_for_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection looks through everything that torch has imported: 40 ms, many times what planning takes."""
+    seen: list[str] = []
+
+    def look(phase: str, info: dict[str, int]) -> None:
+        seen.append(phase)
+
+    device = torch.device("cpu")
+    operand = Operand((49 * 24, 49, 7, 1), torch.float32, True)
+    options = engine.resolve(DEFAULT_OPTIONS, device)
+    arguments = (problem_of((23, 24, 7, 7), 1, 1, 1, None),), (operand,), options, device
+    collections = []
+    before = gc.get_threshold()
+    gc.callbacks.append(look)
+    try:
+        for guard in (engine._uncollected, contextlib.nullcontext):  # the last lets collections interrupt
+            monkeypatch.setattr(engine, "_uncollected", guard)
+            engine.prepare.cache_clear()
+            planning._built.cache_clear()
+            gc.collect()
+            seen.clear()
+            gc.set_threshold(100, 2, 2)
+            engine.prepare(*arguments)
+            gc.set_threshold(*before)
+            collections.append(seen.count("start"))
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(look)
+    kept_off, allowed = collections
+    assert gc.isenabled()
+    assert kept_off <= 2, "one is due when collections are allowed again"
+    assert allowed > 10, "this test would not see it"

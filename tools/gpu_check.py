@@ -38,9 +38,10 @@ from control_flow import ControlFlow, Memory, Thread
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from ocnn_fused.backends.device import SPECS
 from ocnn_fused.backends.model import product_work
 from ocnn_fused.backends.triton import fields, kernels
-from ocnn_fused.backends.triton.config import SHIPPED, SHIPPED_AMD, Config, compile_options, single_config
+from ocnn_fused.backends.triton.config import Config, compile_options, shipped, single_config
 from ocnn_fused.backends.triton.cooperative import (
     RESERVED_SHARED,
     most_warps,
@@ -195,18 +196,18 @@ class Outcome:
 def jobs(targets: Sequence[str]) -> Iterator[Job]:
     """Every kernel that can be launched without asking for a configuration, each once."""
     for target in targets:
-        shipped = SHIPPED if TARGETS[target].is_nvidia else SHIPPED_AMD
-        for precision, configs in shipped.items():
+        every = shipped(SPECS["A100" if TARGETS[target].is_nvidia else "MI250"])
+        for precision, configs in every.items():
             yield Job("single", precision, single_config(configs), target)
             for config in configs:
                 yield Job("gram", precision, config, target)
                 yield Job("apply", precision, config, target)
-        default = shipped["ieee"][0]
+        default = every["ieee"][0]
         yield from (Job(kernel, "ieee", default, target) for kernel in ("squares", "evaluate", "mix", "gather"))
         yield Job("gather", "ieee", default, target, adds=True)
-        yield from (Job("apply", precision, configs[0], target, adds=True) for precision, configs in shipped.items())
+        yield from (Job("apply", precision, configs[0], target, adds=True) for precision, configs in every.items())
         yield Job("evaluate", "bf16", default, target)
-        if "tf32" in shipped:
+        if "tf32" in every:
             yield from (Job(kernel, "tf32", default, target) for kernel in ("evaluate", "mix"))
 
 

@@ -148,10 +148,10 @@ def batches(plan: Plan) -> Batches:
     return Batches(pools, runs, [order.index(out) for out in range(plan.outputs)])
 
 
-def _mix(plan: Plan, output: Sequence[int], constants: _Constants) -> list[int]:
-    """Where the whole mix matrices lie."""
-    if plan.is_diagonal:
-        return [-1] * 4
+def _mix(plan: Plan, output: Sequence[int], constants: _Constants, whole: bool) -> list[int]:
+    """Where the whole mix matrices lie: -1 if there is nothing to mix, 0 if nobody looks."""
+    if plan.is_diagonal or not whole:
+        return [-1 if plan.is_diagonal else 0] * 4
     by_number = sorted(range(plan.outputs), key=output.__getitem__)
     # As floats before the adjoint, which multiplies by powers of two: nothing is rounded twice.
     symmetric, antisymmetric = (
@@ -163,11 +163,14 @@ def _mix(plan: Plan, output: Sequence[int], constants: _Constants) -> list[int]:
     return [constants.add(matrix) for matrix in (*forward, *backward)]  # lag 0 has no antisymmetric part
 
 
-def lower(plan: AnyPlan, dtype: torch.dtype, device: torch.device | str = "cpu") -> Lowered:
-    """The plan for weights that are computed in ``dtype`` on ``device``."""
+def lower(plan: AnyPlan, dtype: torch.dtype, device: torch.device | str = "cpu", whole: bool = True) -> Lowered:
+    """The plan for weights that are computed in ``dtype`` on ``device``.
+
+    The CPU backend transforms axis by axis and does without the ``whole`` matrices, which are far larger.
+    """
     if isinstance(plan, FourierPlan):
         return _lower_fourier(plan, dtype)
-    numbers, constants = (_small_numbers(plan), None) if plan.small else _numbers(plan)
+    numbers, constants = (_small_numbers(plan), None) if plan.small else _numbers(plan, whole)
     layout = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     values = None if constants is None else torch.tensor(constants, dtype=torch.float64, device="cpu").to(dtype)
     return beside_all_graphs(
@@ -175,13 +178,13 @@ def lower(plan: AnyPlan, dtype: torch.dtype, device: torch.device | str = "cpu")
     )
 
 
-def _numbers(plan: Plan) -> tuple[list[int], list[float]]:
+def _numbers(plan: Plan, whole: bool) -> tuple[list[int], list[float]]:
     """Layout and constants of a plan with matrix products."""
     constants = _Constants()
     pools, runs, output = batches(plan)
     layout = [plan.groups, plan.side == "column", plan.is_flat, plan.outputs, len(plan.lags), plan.offset]
     layout.append(_bits(plan.target))
-    layout += _mix(plan, output, constants)
+    layout += _mix(plan, output, constants, whole)
     layout.append(len(pools))
     for pool in pools:
         layout += [sum(map(len, pool.where.values())), pool.residues]
@@ -189,7 +192,7 @@ def _numbers(plan: Plan) -> tuple[list[int], list[float]]:
     for index, block in enumerate(plan.blocks):
         number = next(number for number, pool in enumerate(pools) if index in pool.where)
         layout += [number, block.planes, block.taps, block.residues]
-        layout.append(constants.add(tuple(block.evaluation[plane] for plane in block.plane_of)))
+        layout.append(constants.add(tuple(block.evaluation[p] for p in block.plane_of)) if whole else 0)
         layout.append(len(block.factors))
         for scheme in block.factors:
             layout += _axis(scheme, constants)
@@ -284,7 +287,7 @@ def compile_call(jobs: Sequence[Job[AnyPlan]], device: torch.device, options: Op
     for index, job in enumerate(jobs):
         members.setdefault((job.plan, job.operand), []).append(index)
     buckets = [
-        (places, *lower(plan, accumulation_dtype(operand.dtype), device), operand.with_grad)
+        (places, *lower(plan, accumulation_dtype(operand.dtype), device, device.type != "cpu"), operand.with_grad)
         for (plan, operand), places in members.items()
     ]
     return _extension.module.Call(buckets, *flatten_problems([job.problem for job in jobs]))

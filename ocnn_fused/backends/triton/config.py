@@ -53,8 +53,18 @@ SHIPPED_AMD: dict[Precision, tuple[Config, ...]] = {
 
 
 def shipped(spec: DeviceSpec) -> dict[Precision, tuple[Config, ...]]:
-    """The device's configurations, by precision."""
-    return SHIPPED_AMD if spec.is_amd else SHIPPED
+    """The device's configurations, by precision.
+
+    With triton 3.3 large tiles are shallower on NVIDIA, where apply would spill.
+    """
+    if spec.is_amd:
+        return SHIPPED_AMD
+    if not _spills_early():
+        return SHIPPED
+    return {
+        precision: tuple(replace(config, depth=16) if config.tile > 64 else config for config in configs)
+        for precision, configs in SHIPPED.items()
+    }
 
 
 #: Numbers of outputs that the mix stage holds at once; it is compiled for each of them.
