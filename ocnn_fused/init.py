@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from . import modules
 from .functional import check_weight
 from .plan import axes_of, has_orthogonal, polyphase_channels
-from .problem import IntOrTuple, Problem, problem_of
+from .problem import IntOrTuple, Problem, check_choice, problem_of
 from .regularizer.selection import chosen_layers
 from .regularizer.settings import Selector
 
@@ -61,8 +61,7 @@ def orthogonal_(
             input channel has none at stride 1, since a single filter that is orthogonal to its own shifts is one tap.
     """
     check_weight(weight)
-    if support not in get_args(Support):
-        raise ValueError(f"support must be one of {', '.join(map(repr, get_args(Support)))}, got {support!r}")
+    check_choice("support", support, get_args(Support))
     problem = problem_of(weight.shape, stride, dilation, groups, None)
     return weight.copy_(_orthogonal(problem, transposed, support, generator))
 

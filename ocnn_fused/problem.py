@@ -94,9 +94,9 @@ def problem_of(
         raise ValueError(f"weight must not have an empty dimension, got shape {tuple(shape)}")
     axes = len(shape) - 2
     # The common case costs no call.
-    strides = (stride,) * axes if type(stride) is int and stride > 0 else _per_axis("stride", stride, axes, 1)
+    strides = (stride,) * axes if type(stride) is int and stride > 0 else per_axis("stride", stride, axes, 1)
     dilations = (
-        (dilation,) * axes if type(dilation) is int and dilation > 0 else _per_axis("dilation", dilation, axes, 1)
+        (dilation,) * axes if type(dilation) is int and dilation > 0 else per_axis("dilation", dilation, axes, 1)
     )
     if type(groups) is not int:
         groups = _whole_number("groups must be a positive int", groups)
@@ -104,7 +104,7 @@ def problem_of(
         raise ValueError(f"groups must be positive and divide weight.shape[0] = {shape[0]}, got {groups}")
     paddings = None
     if padding is not None:
-        paddings = _per_axis("padding", padding, axes, 0)
+        paddings = per_axis("padding", padding, axes, 0)
         if any(p % s for p, s in zip(paddings, strides, strict=True)):
             raise ValueError(
                 "padding must be a multiple of the stride on every axis (else lag 0 is missed), "
@@ -117,7 +117,7 @@ def problem_of(
 
 def target_of(target: Target, part: str) -> float:
     """What the diagonal of lag 0 is compared with, checked; see :class:`Problem`."""
-    _check_choice("part", part, get_args(Part))
+    check_choice("part", part, get_args(Part))
     if target == "free":
         value = FREE
     elif isinstance(target, (str, bool)) or not isinstance(target, SupportsFloat):
@@ -133,7 +133,7 @@ def target_of(target: Target, part: str) -> float:
     return OFF_DIAGONAL
 
 
-def _per_axis(name: str, value: IntOrTuple, axes: int, least: int) -> tuple[int, ...]:
+def per_axis(name: str, value: IntOrTuple, axes: int, least: int) -> tuple[int, ...]:
     """An int for all axes or one per axis, each at least ``least``."""
     expected = f"{name} must be a {'positive' if least else 'non-negative'} int or a tuple of {axes}"
     if isinstance(value, Sequence) and not isinstance(value, str):
@@ -164,20 +164,22 @@ def _whole_number(expected: str, value: object, given: object = None) -> int:
 
 def options_of(side: str, backend: str | None, precision: str | None, launch: str | None) -> Options:
     """The options, each checked."""
-    _check_choice("side", side, get_args(Side))
+    check_choice("side", side, get_args(Side))
     for name, value, choices in (
         ("backend", backend, BACKENDS),
         ("precision", precision, get_args(Precision)),
         ("launch", launch, get_args(Launch)),
     ):
         if value is not None:
-            _check_choice(name, value, choices, "None or one of ")
+            check_choice(name, value, choices, "None or one of")
     return Options(side, backend, precision, launch)  # type: ignore[arg-type]
 
 
-def _check_choice(name: str, value: str, choices: Sequence[str], none: str = "") -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be {none or 'one of '}{', '.join(map(repr, choices))}, got {value!r}")
+def check_choice(name: str, value: object, choices: Sequence[object], expected: str = "one of") -> None:
+    """An error unless ``value`` is one of ``choices``."""
+    # By identity where it is no text: 1 is equal to True.
+    if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
+        raise ValueError(f"{name} must be {expected} {', '.join(map(repr, choices))}, got {value!r}")
 
 
 # ----------------------------------------------------------------------------------------------------------------------

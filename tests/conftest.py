@@ -58,6 +58,30 @@ class Limits:
 
 LIMITS = Limits()
 
+
+@contextlib.contextmanager
+def kernels_run(backend: str) -> Iterator[None]:
+    """Within it calls of the backend are executed, those of Triton's kernels too."""
+    if backend != "triton":
+        yield
+        return
+    from triton_support import execution
+
+    with execution():
+        yield
+
+
+@pytest.fixture
+def matmul_settings() -> Iterator[Any]:
+    """torch's newer setting of the precision of products; it and the older one are put back as they were."""
+    setting = torch.backends.cuda.matmul
+    older, newer = torch.get_float32_matmul_precision(), getattr(setting, "fp32_precision", None)
+    yield setting
+    if newer is not None:
+        setting.fp32_precision = newer
+    torch.set_float32_matmul_precision(older)
+
+
 #: Whether the part for GPUs runs on tests/stand_in.py: of the tests themselves it shows whether a GPU would fail them.
 STAND_IN = os.environ.get("OCNN_FUSED_TEST_STAND_IN") == "1"
 if STAND_IN:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -164,17 +163,6 @@ def test_launches_count_the_products() -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def settings() -> Iterator[Any]:
-    """torch's two settings of the precision of products, put back as they were."""
-    setting = torch.backends.cuda.matmul
-    older, newer = torch.get_float32_matmul_precision(), getattr(setting, "fp32_precision", None)
-    yield setting
-    if newer is not None:
-        setting.fp32_precision = newer
-    torch.set_float32_matmul_precision(older)
-
-
 def precisions_chosen_for(monkeypatch: pytest.MonkeyPatch, **options: str) -> set[str]:
     """The precisions that a call chooses plans for; as if the CPU, which executes them, were a GPU."""
     seen: set[str] = set()
@@ -186,7 +174,9 @@ def precisions_chosen_for(monkeypatch: pytest.MonkeyPatch, **options: str) -> se
 
 
 @pytest.mark.parametrize(("setting", "precision"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
-def test_products_follow_torch(setting: str, precision: str, settings: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_products_follow_torch(
+    setting: str, precision: str, matmul_settings: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """cuBLAS has no bfloat16 products of float32 operands: medium is TF32 there."""
     torch.set_float32_matmul_precision(setting)
     assert precisions_chosen_for(monkeypatch) == precisions_chosen_for(monkeypatch, precision=precision) == {precision}
@@ -198,10 +188,10 @@ def test_products_follow_torch(setting: str, precision: str, settings: Any, monk
 )
 @pytest.mark.parametrize(("newer", "expected"), [("tf32", "tf32"), ("ieee", "ieee")])
 def test_products_follow_the_newer_setting(
-    newer: str, expected: str, settings: Any, monkeypatch: pytest.MonkeyPatch
+    newer: str, expected: str, matmul_settings: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.set_float32_matmul_precision("highest" if newer == "tf32" else "high")
-    settings.fp32_precision = newer
+    matmul_settings.fp32_precision = newer
     assert precisions_chosen_for(monkeypatch) == {expected}
 
 
@@ -215,7 +205,7 @@ def test_products_follow_the_newer_setting(
     ],
 )
 def test_a_precision_that_torch_is_not_set_to(
-    setting: str, precision: str, message: str, settings: Any, whole: pytest.MonkeyPatch
+    setting: str, precision: str, message: str, matmul_settings: Any, whole: pytest.MonkeyPatch
 ) -> None:
     """Through the public function, as if the CPU were a GPU: the option must reach the backend."""
     whole.setattr(cuda, "unavailable_reason", lambda device: None)

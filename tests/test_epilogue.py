@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import pytest
 import torch
-from conftest import TOLERANCES
+from conftest import TOLERANCES, kernels_run
 from oracle import Case, loss_and_grad
 
 from ocnn_fused import _extension, engine
@@ -26,17 +26,6 @@ CASES = [
     Case((4, 4, 9, 9)),
 ]
 BACKENDS = ("cpu", "torch", "triton")
-
-
-@contextmanager
-def kernels_run(backend: str) -> Iterator[None]:
-    if backend != "triton":
-        yield
-        return
-    from triton_support import execution
-
-    with execution():
-        yield
 
 
 def problem_of_case(case: Case) -> Problem:

@@ -24,7 +24,7 @@ from experiments.filters import Filters
 from experiments.gan import Gan
 from experiments.inpainting import Inpainting
 from experiments.methods import METHODS, Method, Regularization
-from experiments.plan import CHOOSING_SEED, COMPARED, EXPERIMENTS, GRIDS, Plan, small
+from experiments.plan import CHOOSING_SEEDS, COMPARED, EXPERIMENTS, GRIDS, SEEDS, Plan, small
 from experiments.retrieval import Neighbours, Proxies
 from experiments.runner import RESULTS, Context, Stopped, run
 from experiments.table import Difference, Section, percent, results
@@ -282,15 +282,22 @@ def test_choice_takes_the_best_trial(tmp_path: Path, data: Path) -> None:
     trials = runs.trials("classification", "ocnn")
     for trial in trials:
         run(trial, place, EXPERIMENTS)
-    assert all(trial.seed == CHOOSING_SEED and trial.choosing for trial in trials)
+    assert [trial.seed for trial in trials] == [100, 100, 101, 101]
+    assert [trial.weight for trial in trials] == [trials[0].weight, trials[1].weight] * 2
+    assert all(trial.choosing for trial in trials)
+    assert not set(CHOOSING_SEEDS) & set(SEEDS)
     path = place.results / "classification.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    lines[0]["result"]["accuracy"], lines[1]["result"]["accuracy"] = 0.2, 0.3
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert runs.chosen("classification", "ocnn").weight == trials[1].weight
-    lines[1]["result"]["accuracy"] = float("nan")  # a training that exploded never wins
-    path.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert runs.chosen("classification", "ocnn").weight == trials[0].weight
+
+    def chosen(*accuracies: float) -> int:
+        for line, accuracy in zip(lines, accuracies, strict=True):
+            line["result"]["accuracy"] = accuracy
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+        return [trial.weight for trial in trials].index(runs.chosen("classification", "ocnn").weight)
+
+    assert chosen(0.2, 0.1, 0.2, 0.4) == 1  # the mean over the seeds decides
+    assert chosen(0.2, 0.1, 0.2, 0.2) == 0
+    assert chosen(0.2, 0.9, 0.2, float("nan")) == 0  # a training that exploded never wins
 
 
 def test_differences_are_paired() -> None:

@@ -51,7 +51,8 @@ def marked_launches() -> Iterator[None]:
 
 def launches(step: Callable[[], object]) -> Counter[str]:
     """By name, of a step that has run before."""
-    step()
+    with execution():
+        step()
     with marked_launches(), execution() as scheduler, profile(activities=[ProfilerActivity.CPU]) as found:
         step()
     counted: Counter[str] = Counter(scheduler.launches)

@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
+from conftest import kernels_run
 from oracle import Case, loss_and_grad
 from torch import nn
 
 from ocnn_fused import OrthRegularizer, fused_orth_loss, schedules
 
 BACKENDS = ("cpu", "torch", "triton")
-
-
-@contextmanager
-def kernels_run(backend: str) -> Iterator[None]:
-    if backend != "triton":
-        yield
-        return
-    from triton_support import execution
-
-    with execution():
-        yield
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> nn.Sequential:

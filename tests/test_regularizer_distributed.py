@@ -191,10 +191,19 @@ def other_methods_and_computed_weights() -> None:
     assert_same(gradients(model), expected)
 
 
+def add_gradients(model: nn.Module, reg: OrthRegularizer, before: bool, shard: bool) -> None:
+    """Of the task by a backward, which averages, and of the regulariser before or after it."""
+    if before:
+        reg.add_grad_(shard=shard)
+    task(model, dist.get_rank()).backward()
+    if not before:
+        reg.add_grad_()
+
+
 @check
 def gradients_added_directly() -> None:
     """After the averaging every rank adds everything; before it, the rank's share will do."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+    world = dist.get_world_size()
     expected = alone(world)
     for before, shard, view in itertools.product((False, True), (False, True), (False, True)):
         if shard and not before:
@@ -203,11 +212,7 @@ def gradients_added_directly() -> None:
         reg = OrthRegularizer(model)
         for _ in range(2):
             model.zero_grad()
-            if before:
-                reg.add_grad_(shard=shard)
-            task(model, rank).backward()
-            if not before:
-                reg.add_grad_()
+            add_gradients(model, reg, before, shard)
             assert_same(gradients(model), expected)
 
 
@@ -250,11 +255,7 @@ def a_layer_that_ddp_was_told_is_not_used() -> None:
             reg = OrthRegularizer(model)
             for _ in range(3):
                 model.zero_grad()
-                if before:
-                    reg.add_grad_(shard=shard)
-                task(model, rank).backward()
-                if not before:
-                    reg.add_grad_()
+                add_gradients(model, reg, before, shard)
                 assert_same(gradients(model), alone(world, model=PartlyUsed()))
     model = parallel(PartlyUsed(), find_unused_parameters=True)
     with pytest.raises(RuntimeError, match="ready only once"):  # on every rank, so none waits for another

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ocnn_fused import fused_orth_loss, init, kernel_orth_loss
+from ocnn_fused.plan import least_loss
 from ocnn_fused.spectrum import (
     condition_number,
     dbt_matrix,
@@ -156,7 +157,7 @@ def test_loss_and_spectrum_agree(block: int) -> None:
         loss = fused_orth_loss(layer.weight, layer.stride, dilation=layer.dilation, groups=layer.groups)
         assert ((values**2 - 1) ** 2).sum().item() == pytest.approx(positions * (loss.item() - unreachable), rel=1e-10)
         excess = excess_by_frequency(layer.weight, tuple(size), **layer.options)
-        least = operator_of(layer.weight, **layer.options).least_loss
+        least = least_loss(operator_of(layer.weight, **layer.options).problem)
         assert excess.shape == tuple(n if layer.transposed else n // s for n, s in zip(size, layer.stride, strict=True))
         assert excess.mean().item() == pytest.approx(loss.item() - least, rel=1e-10, abs=1e-12)
         compared += 1
@@ -366,7 +367,8 @@ def test_dead_filters() -> None:
         (lambda: singular_values(torch.randn(2, 2, 3), 5, padding_mode="mirror"), ValueError, "'mirror'"),
         (lambda: singular_values(torch.randn(2, 2, 3), 5, stride=0), ValueError, "stride must be a positive int"),
         (lambda: singular_values(torch.randn(3, 2, 3), 5, groups=2), ValueError, "groups must be positive and divide"),
-        (lambda: singular_values(torch.randn(3), 5), ValueError, "weight must be a floating tensor"),
+        (lambda: singular_values(torch.randn(3), 5), ValueError, "weight must have 2"),
+        (lambda: singular_values(torch.ones(3, 2, 3, dtype=torch.int64), 5), ValueError, "must be a floating tensor"),
         (lambda: singular_values(torch.full((2, 2, 3), torch.nan), 5), ValueError, "weight must be finite"),
         (lambda: singular_values(nn.ReLU(), 5), TypeError, "got ReLU"),
         (lambda: singular_values("conv", 5), TypeError, "got str"),

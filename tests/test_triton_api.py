@@ -31,16 +31,16 @@ def test_loss_and_gradient(launch: str | None) -> None:
     assert max(errors(loss.detach().cpu(), weight.grad.cpu(), weight.detach(), case)) <= TOLERANCES[torch.float32]
 
 
+def losses_of(weights: list[torch.Tensor], launch: str | None = None) -> torch.Tensor:
+    """Of weights of all CASES, in one call."""
+    strides, groups = [case.stride for case in CASES], [case.groups for case in CASES]
+    return fused_orth_loss_foreach(weights, strides, groups=groups, backend="triton", precision="ieee", launch=launch)
+
+
 def test_foreach() -> None:
     weights = [on_device(case).requires_grad_() for case in CASES]
     with execution():
-        losses = fused_orth_loss_foreach(
-            weights,
-            [case.stride for case in CASES],
-            groups=[case.groups for case in CASES],
-            backend="triton",
-            precision="ieee",
-        )
+        losses = losses_of(weights)
     torch.stack(list(losses)).sum().backward()
     for case, weight, loss in zip(CASES, weights, losses, strict=True):
         worst = max(errors(loss.detach().cpu(), weight.grad.cpu(), weight.detach(), case))
@@ -51,14 +51,7 @@ def test_foreach() -> None:
 def test_frozen_layers_are_not_a_second_pass() -> None:
     weights = [on_device(case).requires_grad_(index != 1) for index, case in enumerate(CASES)]
     with execution() as scheduler:
-        losses = fused_orth_loss_foreach(
-            weights,
-            [case.stride for case in CASES],
-            groups=[case.groups for case in CASES],
-            backend="triton",
-            precision="ieee",
-            launch="staged",
-        )
+        losses = losses_of(weights, launch="staged")
         losses.sum().backward()
     assert set(scheduler.launches.values()) == {1}
     for case, weight, loss in zip(CASES, weights, losses, strict=True):

@@ -618,28 +618,17 @@ def test_caches_serve_several_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def newer_setting() -> Iterator[Any]:
-    """torch's newer setting of the precision of products; it and the older one are put back as they were."""
-    setting = torch.backends.cuda.matmul
-    older, newer = torch.get_float32_matmul_precision(), getattr(setting, "fp32_precision", None)
-    yield setting
-    if newer is not None:
-        setting.fp32_precision = newer
-    torch.set_float32_matmul_precision(older)
-
-
 @pytest.mark.parametrize(
     ("older", "newer", "expected"),
     [("highest", None, "ieee"), ("high", None, "tf32"), ("medium", None, "bf16")]
     + [("highest", "tf32", "tf32"), ("high", "ieee", "ieee"), ("medium", "tf32", "bf16"), ("highest", "ieee", "ieee")],
 )
-def test_precision_follows_torch(older: str, newer: str | None, expected: str, newer_setting: Any) -> None:
-    if newer is not None and not hasattr(newer_setting, "fp32_precision"):
+def test_precision_follows_torch(older: str, newer: str | None, expected: str, matmul_settings: Any) -> None:
+    if newer is not None and not hasattr(matmul_settings, "fp32_precision"):
         pytest.skip("this torch has only set_float32_matmul_precision")
     torch.set_float32_matmul_precision(older)
     if newer is not None:
-        newer_setting.fp32_precision = newer
+        matmul_settings.fp32_precision = newer
     assert backend.resolve_precision(None, "A100", linear=True) == expected
     assert backend.resolve_precision("tf32x3", "A100", linear=True) == "tf32x3"
 

@@ -18,9 +18,9 @@ from triton_support import DEVICE, candidates, execution, on_device
 from ocnn_fused import explain, tune
 from ocnn_fused.backends import device as devices
 from ocnn_fused.backends import triton as backend
-from ocnn_fused.backends.device import spec_of
+from ocnn_fused.backends.device import SPECS, spec_of
+from ocnn_fused.backends.triton import config, tuned
 from ocnn_fused.backends.triton import tune as tune_module
-from ocnn_fused.backends.triton import tuned
 from ocnn_fused.backends.triton.config import SHIPPED, shipped
 
 #: What TF32 means on the device: AMD's have none.
@@ -195,3 +195,15 @@ def test_what_another_version_remembers_is_ignored(tmp_path: Path) -> None:
     tuned.remember(cpu, "tf32", [], config)
     tuned._found = None
     assert tuned.tuned_config(cpu, "tf32", []) == config
+
+
+def test_large_tiles_are_shallower_with_triton_3_3(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NVIDIA: as deep as with later versions, apply would spill on sm_80 and sm_120."""
+    for spills_early, depth in ((True, 16), (False, 32)):
+        monkeypatch.setattr(config, "_spills_early", lambda early=spills_early: early)
+        for name, wanted in (("A100", depth), ("MI250", 32)):
+            configs = shipped(SPECS[name])
+            assert {large.depth for precision in ("tf32", "bf16") for large in configs.get(precision, ())[1:]} == {
+                wanted
+            }
+            assert all(small.tile <= 64 for of_precision in configs.values() for small in of_precision[:1])

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..functional import fused_orth_loss
+from ..autograd import orth_losses
 from ..modules import label, named_layers, unwrap
+from ..plan import least_loss
+from ..problem import DEFAULT_OPTIONS
 from ..spectrum import FilterSimilarity, dead_filters, filter_similarity, layer_sizes, summary, values_by_frequency
 from ..spectrum.network import circular_size
 from ..spectrum.operator import operator_of
@@ -99,9 +101,9 @@ def measure(
 
 def _layer(name: str, module: nn.Module, size: tuple[int, ...], similarity: FilterSimilarity) -> LayerReport:
     operator = operator_of(module)
+    problem = operator.problem
     by_frequency = values_by_frequency(module, circular_size(module, size), progress=False).cpu()
-    positions = by_frequency[..., 0].numel()
-    unseen = by_frequency.new_zeros(positions * operator.groups * operator.unseen_zeros)
+    unseen = by_frequency.new_zeros(by_frequency[..., 0].numel() * operator.unseen_zeros)
     values = torch.cat([by_frequency.flatten().sort(descending=True).values, unseen])
     found = summary(values).as_floats()
     ranks = torch.linspace(0, len(values) - 1, min(_CURVE_POINTS, len(values))).round().long()
@@ -111,12 +113,12 @@ def _layer(name: str, module: nn.Module, size: tuple[int, ...], similarity: Filt
     return LayerReport(
         name=name,
         kind=type(module).__name__,
-        shape=tuple(operator.weight.shape),
-        stride=operator.stride,
-        groups=operator.groups,
+        shape=problem.shape,
+        stride=problem.stride,
+        groups=problem.groups,
         input_size=size,
-        loss=fused_orth_loss(operator.weight, **operator.options).item(),
-        least_loss=operator.least_loss,
+        loss=orth_losses([operator.weight], (problem,), DEFAULT_OPTIONS)[0].item(),
+        least_loss=int(least_loss(problem)),
         largest_at=_where(by_frequency.amax(-1).argmax(), excess.shape),
         smallest_at=smallest_at,
         values=len(values),

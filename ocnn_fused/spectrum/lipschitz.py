@@ -13,8 +13,8 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..modules import is_convolution, is_layer, unwrap
+from ..problem import per_axis
 from .bounds import upper_bound
-from .operator import per_axis
 
 # Largest slopes; those of GELU and SiLU rounded up.
 _SLOPES: dict[type[nn.Module], float] = {

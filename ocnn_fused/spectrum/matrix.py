@@ -41,7 +41,7 @@ def dbt_matrix(
     operator = operator_of(layer, **options)
     if padding_mode == "circular":
         outputs = operator.positions(input_size)
-        inputs = tuple(q * s for q, s in zip(outputs, operator.stride, strict=True))
+        inputs = tuple(q * s for q, s in zip(outputs, operator.problem.stride, strict=True))
     else:
         inputs, outputs = operator.zero_padded_sizes(input_size)
     matrix = _sparse(operator, inputs, outputs, padding_mode == "circular")
@@ -49,11 +49,9 @@ def dbt_matrix(
 
 
 def _sparse(operator: Operator, inputs: tuple[int, ...], outputs: tuple[int, ...], circular: bool) -> Tensor:
-    device = operator.weight.device
+    device, problem = operator.weight.device, operator.problem
     tap = position = pixel = torch.zeros(1, dtype=torch.long, device=device)
-    geometry = zip(
-        operator.kernel_size, operator.stride, operator.dilation, operator.padding, inputs, outputs, strict=True
-    )
+    geometry = zip(problem.kernel, problem.stride, problem.dilation, operator.padding, inputs, outputs, strict=True)
     for k, s, d, (before, _), size, count in geometry:
         at, u = torch.meshgrid(torch.arange(count, device=device), torch.arange(k, device=device), indexing="ij")
         seen = at * s + u * d - (0 if circular else before)
@@ -63,11 +61,11 @@ def _sparse(operator: Operator, inputs: tuple[int, ...], outputs: tuple[int, ...
         pixel = (pixel[:, None] * size + (seen % size)[inside]).flatten()
     filters, channels = operator.weight.shape[:2]
     i = torch.arange(filters, device=device)[:, None, None]
-    c = torch.arange(channels, device=device)[None, :, None] + i // operator.rows * channels
+    c = torch.arange(channels, device=device)[None, :, None] + i // problem.rows * channels
     rows = (i * prod(outputs) + position).expand(-1, channels, -1)
     columns = c * prod(inputs) + pixel
-    values = operator.weight.flatten(2)[:, :, tap] if operator.kernel_size else operator.weight[:, :, None]
-    shape = (filters * prod(outputs), channels * operator.groups * prod(inputs))
+    values = operator.weight.flatten(2)[:, :, tap] if problem.kernel else operator.weight[:, :, None]
+    shape = (filters * prod(outputs), channels * problem.groups * prod(inputs))
     indices = torch.stack([rows.flatten(), columns.flatten()])
     return torch.sparse_coo_tensor(indices, values.flatten(), shape, check_invariants=False).coalesce()
 
@@ -75,7 +73,7 @@ def _sparse(operator: Operator, inputs: tuple[int, ...], outputs: tuple[int, ...
 def _sides(operator: Operator, input_size: Ints) -> tuple[int, int]:
     """Rows and columns of one group's matrix."""
     inputs, outputs = operator.zero_padded_sizes(input_size)
-    return operator.rows * prod(outputs), operator.weight.shape[1] * prod(inputs)
+    return operator.problem.rows * prod(outputs), operator.problem.channels * prod(inputs)
 
 
 def zero_padded_fits(operator: Operator, input_size: Ints) -> bool:
@@ -123,11 +121,9 @@ def extreme_values(operator: Operator, input_size: Ints, tolerance: float = 1e-8
         warnings.warn(
             "the smallest singular value has not converged: the true one may be smaller", RuntimeWarning, stacklevel=3
         )
-    device = operator.weight.device
-    largest, smallest = max(pair[0] for pair in found), min(pair[1] for pair in found)
-    return torch.tensor(largest, dtype=torch.float64, device=device), torch.tensor(
-        smallest, dtype=torch.float64, device=device
-    )
+    extremes = max(pair[0] for pair in found), min(pair[1] for pair in found)
+    largest, smallest = torch.tensor(extremes, dtype=torch.float64, device=operator.weight.device)
+    return largest, smallest
 
 
 Product = Callable[[Tensor], Tensor]
@@ -141,7 +137,7 @@ def _products(
     axes = len(inputs)
     if not axes:
         weight, inputs, outputs, axes = weight[:, :, None], (1,), (1,), 1
-    stride, dilation = operator.stride or (1,), operator.dilation or (1,)
+    stride, dilation = operator.problem.stride or (1,), operator.problem.dilation or (1,)
     padding = operator.padding or ((0, 0),)
     widths = [width for pair in reversed(padding) for width in pair]
     # What a stride leaves over at the end is seen by no tap; the adjoint puts zeros there.

@@ -60,7 +60,7 @@ def circular_size(layer: Tensor | nn.Module, size: tuple[int, ...], **options: U
     operator = operator_of(layer, **options)
     if operator.transposed:
         return size
-    return tuple(-(-n // s) * s for n, s in zip(size, operator.stride, strict=True))
+    return tuple(-(-n // s) * s for n, s in zip(size, operator.problem.stride, strict=True))
 
 
 def network_spectra(

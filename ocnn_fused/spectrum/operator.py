@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import gcd, pi, prod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from typing_extensions import TypedDict, Unpack
 
 from ..modules import is_convolution, is_layer, weight_of
-from ..plan import Axis, reduce_axis
+from ..plan import axes_of, polyphase_channels
+from ..problem import Problem, per_axis, problem_of
 
 Ints = int | Sequence[int]
 
@@ -153,78 +154,57 @@ class Gram:
 
 @dataclass(frozen=True, eq=False)
 class Operator:
-    """A checked layer. ``weight`` is ``(M, C/groups, k1..kn)`` of the convolution; transposed, its adjoint is meant."""
+    """A checked layer: weight and geometry of a convolution; transposed, its adjoint is meant."""
 
     weight: Tensor
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int
+    problem: Problem
     padding: tuple[tuple[int, int], ...]  # before and after, per axis
     transposed: bool
     output_padding: tuple[int, ...]
 
     @property
-    def kernel_size(self) -> tuple[int, ...]:
-        return tuple(self.weight.shape[2:])
-
-    @property
-    def axes(self) -> tuple[Axis, ...]:
-        geometry = zip(self.kernel_size, self.stride, self.dilation, strict=True)
-        return tuple(reduce_axis(k, s, d) for k, s, d in geometry)
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the loss."""
-        return {"stride": self.stride, "dilation": self.dilation, "groups": self.groups}
-
-    @property
-    def rows(self) -> int:
-        """Filters per group."""
-        return self.weight.shape[0] // self.groups
-
-    @property
-    def polyphase_channels(self) -> int:
-        """Channels per group times the residues that a tap sees, ``C' = C * prod(min(s, k))``."""
-        return self.weight.shape[1] * prod(axis.residues for axis in self.axes)
+    def filters(self) -> Tensor:
+        """Flattened weights of each output channel, groups together, ``(M, C/groups * k1 * .. * kn)``; no graph."""
+        weight = self.weight.detach().double()
+        if self.transposed:
+            weight = weight.unflatten(0, (self.problem.groups, -1)).transpose(1, 2).flatten(0, 1)
+        return weight.flatten(1)
 
     @property
     def unseen_zeros(self) -> int:
-        """Singular values, per group and frequency, that are zero because no tap sees some pixels of the input."""
-        pixels = self.weight.shape[1] * prod(self.stride)
-        return min(self.rows, pixels) - min(self.rows, self.polyphase_channels)
-
-    @property
-    def least_loss(self) -> int:
-        """Least value of the orthogonality loss over all weights of this shape."""
-        return self.groups * max(0, self.rows - self.polyphase_channels)
+        """Singular values, per frequency, that are zero because no tap sees some pixels of the input."""
+        rows, pixels = self.problem.rows, self.problem.channels * prod(self.problem.stride)
+        return self.problem.groups * (min(rows, pixels) - min(rows, polyphase_channels(self.problem)))
 
     def symbol(self) -> Symbol:
         """With a graph to the weight. A residue's position within its pixel is a phase of its columns: left out."""
         if not self.weight.isfinite().all():
             raise ValueError("weight must be finite, got NaN or infinite entries")
         weight = self.weight.double() if self.weight.device.type != "mps" else self.weight.cpu().double()
-        widths = [axis.class_taps(0) * axis.step - axis.taps for axis in reversed(self.axes)]
+        axes, groups, rows = axes_of(self.problem), self.problem.groups, self.problem.rows
+        widths = [axis.class_taps(0) * axis.step - axis.taps for axis in reversed(axes)]
         padded = F.pad(weight, [width for pad in widths for width in (0, pad)]) if widths else weight
-        split = [size for axis in self.axes for size in (axis.class_taps(0), axis.step)]
-        phases = padded.reshape(self.groups, self.rows, weight.shape[1], *split)
+        split = [size for axis in axes for size in (axis.class_taps(0), axis.step)]
+        phases = padded.reshape(groups, rows, weight.shape[1], *split)
         taps, residues = range(3, phases.dim(), 2), range(4, phases.dim(), 2)
         kernel = phases.permute(0, 1, 2, *residues, *taps)
-        kernel = kernel.reshape(self.groups, self.rows, -1, *(axis.class_taps(0) for axis in self.axes))
+        kernel = kernel.reshape(groups, rows, -1, *(axis.class_taps(0) for axis in axes))
         if kernel.shape[1] > kernel.shape[2]:
             kernel = kernel.transpose(1, 2)
         return Symbol(kernel, self.weight.dtype == torch.float64)
 
     def positions(self, input_size: Ints) -> tuple[int, ...]:
         """Output positions per axis of the circular convolution (input positions, if transposed)."""
-        sizes = per_axis("input_size", input_size, len(self.stride), least=1)
+        stride = self.problem.stride
+        sizes = per_axis("input_size", input_size, len(stride), least=1)
         if self.transposed:
             return sizes
-        if any(n % s for n, s in zip(sizes, self.stride, strict=True)):
+        if any(n % s for n, s in zip(sizes, stride, strict=True)):
             raise ValueError(
                 f"input_size must be a multiple of the stride for a circular layer, got {sizes} with stride "
-                f"{self.stride}; padding_mode='zeros' takes any size"
+                f"{stride}; padding_mode='zeros' takes any size"
             )
-        return tuple(n // s for n, s in zip(sizes, self.stride, strict=True))
+        return tuple(n // s for n, s in zip(sizes, stride, strict=True))
 
     def frequencies(self, input_size: Ints) -> Frequencies:
         """Those at which the circular layer samples its symbol.
@@ -232,16 +212,16 @@ class Operator:
         A real kernel has ``A(-θ) = conj A(θ)``: one of the two is enough. What is left of the dilation multiplies the
         frequencies, and several of them may have the same angle; on an axis with one tap all do.
         """
-        geometry = zip(self.axes, self.stride, self.dilation, strict=True)
+        geometry = zip(axes_of(self.problem), self.problem.stride, self.problem.dilation, strict=True)
         factors = tuple(d // gcd(s, d) if axis.class_taps(0) > 1 else 0 for axis, s, d in geometry)
         return grid(self.positions(input_size), factors, self.weight.device)
 
     def zero_padded_sizes(self, input_size: Ints) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Input and output size of the convolution (whose adjoint the layer is, if transposed)."""
-        sizes = per_axis("input_size", input_size, len(self.stride), least=1)
-        geometry = zip(
-            sizes, self.kernel_size, self.stride, self.dilation, self.padding, self.output_padding, strict=True
-        )
+        problem = self.problem
+        sizes = per_axis("input_size", input_size, len(problem.kernel), least=1)
+        layer = problem.kernel, problem.stride, problem.dilation, self.padding, self.output_padding
+        geometry = zip(sizes, *layer, strict=True)
         if self.transposed:
             larger = tuple(
                 (n - 1) * s - before - after + d * (k - 1) + 1 + o for n, k, s, d, (before, after), o in geometry
@@ -251,14 +231,14 @@ class Operator:
             pair = sizes, tuple((n + sum(p) - d * (k - 1) - 1) // s + 1 for n, k, s, d, p, _ in geometry)
         if min((1, *pair[0], *pair[1])) < 1:
             raise ValueError(
-                f"input_size {sizes} is too small for a kernel of {self.kernel_size} with padding {self.padding}"
+                f"input_size {sizes} is too small for a kernel of {problem.kernel} with padding {self.padding}"
             )
         return pair
 
     def split_groups(self) -> Iterator[Operator]:
         """The groups as layers of their own."""
-        for weight in self.weight.chunk(self.groups):
-            yield replace(self, weight=weight, groups=1)
+        for weight in self.weight.chunk(self.problem.groups):
+            yield replace(self, weight=weight, problem=self.problem._replace(shape=tuple(weight.shape), groups=1))
 
 
 def grid(counts: tuple[int, ...], factors: tuple[int, ...], device: torch.device) -> Frequencies:
@@ -288,30 +268,17 @@ def operator_of(layer: Tensor | nn.Module, **options: Unpack[LayerOptions]) -> O
             )
         weight = weight_of(layer)
         if is_convolution(layer):
-            module: Any = layer
-            options = {
-                "stride": module.stride,
-                "dilation": module.dilation,
-                "groups": module.groups,
-                "padding": module.padding,
-                "transposed": module.transposed,
-                "output_padding": module.output_padding,
-            }
+            options = {name: getattr(layer, name) for name in LayerOptions.__annotations__}  # type: ignore[assignment]
     elif isinstance(layer, Tensor):
         weight = layer
     else:
         raise TypeError(f"layer must be a weight or a module, got {type(layer).__name__}")
-    if weight.dim() < 2 or not weight.is_floating_point() or not weight.numel():
-        raise ValueError(
-            f"weight must be a floating tensor (M, C/groups, k1..kn), got {weight.dtype} {tuple(weight.shape)}"
-        )
-    axes = weight.dim() - 2
-    stride = per_axis("stride", options.get("stride", 1), axes, least=1)
-    dilation = per_axis("dilation", options.get("dilation", 1), axes, least=1)
-    groups = options.get("groups", 1)
-    if groups < 1 or weight.shape[0] % groups:
-        raise ValueError(f"groups must be positive and divide weight.shape[0] = {weight.shape[0]}, got {groups}")
-    extents = [d * (k - 1) for k, d in zip(weight.shape[2:], dilation, strict=True)]
+    if not weight.is_floating_point():
+        raise ValueError(f"weight must be a floating tensor (M, C/groups, k1..kn), got {weight.dtype}")
+    stride, dilation = options.get("stride", 1), options.get("dilation", 1)
+    problem = problem_of(weight.shape, stride, dilation, options.get("groups", 1), None)
+    axes = len(problem.kernel)
+    extents = [d * (k - 1) for k, d in zip(problem.kernel, problem.dilation, strict=True)]
     padding = options.get("padding")
     if padding == "same":
         pairs = [(extent // 2, extent - extent // 2) for extent in extents]
@@ -320,14 +287,4 @@ def operator_of(layer: Tensor | nn.Module, **options: Unpack[LayerOptions]) -> O
     else:
         pairs = [(p, p) for p in per_axis("padding", padding, axes, least=0)]
     output_padding = per_axis("output_padding", options.get("output_padding", 0), axes, least=0)
-    transposed = options.get("transposed", False)
-    return Operator(weight, stride, dilation, groups, tuple(pairs), transposed, output_padding)
-
-
-def per_axis(name: str, value: Ints, axes: int, least: int) -> tuple[int, ...]:
-    """An int for all axes or one per axis, each at least ``least``."""
-    values = (value,) * axes if isinstance(value, int) else tuple(value)
-    if len(values) != axes or any(entry < least for entry in values):
-        kind = "positive" if least else "non-negative"
-        raise ValueError(f"{name} must be a {kind} int or a tuple of {axes}, got {value!r}")
-    return values
+    return Operator(weight, problem, tuple(pairs), options.get("transposed", False), output_padding)

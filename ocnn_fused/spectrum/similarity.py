@@ -58,11 +58,7 @@ def correlation(rows: Tensor) -> Tensor:
 
 def weight_similarity(layer: Tensor | nn.Module, **options: Unpack[LayerOptions]) -> FilterSimilarity:
     """Of the flattened filters ``(M, C * k1 * .. * kn)``, groups together: the cheap version, without images."""
-    operator = operator_of(layer, **options)
-    weight = operator.weight.detach().double()
-    if operator.transposed:
-        weight = weight.unflatten(0, (operator.groups, -1)).transpose(1, 2).flatten(0, 1)
-    return FilterSimilarity(correlation(weight.flatten(1))[None])
+    return FilterSimilarity(correlation(operator_of(layer, **options).filters)[None])
 
 
 def filter_similarity(

@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
 from math import prod
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
+from ..problem import check_choice
 from .matrix import extreme_values, zero_padded_fits, zero_padded_values
 from .operator import Gram, Ints, LayerOptions, Operator, Symbol, operator_of
 
@@ -64,7 +65,7 @@ def singular_values(
         return zero_padded_values(operator, input_size)
     by_frequency = _by_frequency(operator, input_size, progress)
     values = by_frequency.flatten().sort(descending=True).values
-    unseen = by_frequency[..., 0].numel() * operator.groups * operator.unseen_zeros
+    unseen = by_frequency[..., 0].numel() * operator.unseen_zeros
     return torch.cat([values, values.new_zeros(unseen)])
 
 
@@ -93,8 +94,7 @@ def _by_frequency(operator: Operator, input_size: Ints, progress: bool | None) -
 
 
 def _is_zeros(padding_mode: PaddingMode) -> bool:
-    if padding_mode not in ("circular", "zeros"):
-        raise ValueError(f"padding_mode must be 'circular' or 'zeros', got {padding_mode!r}")
+    check_choice("padding_mode", padding_mode, get_args(PaddingMode))
     return padding_mode == "zeros"
 
 
@@ -312,11 +312,7 @@ def dead_filters(layer: Tensor | nn.Module, tolerance: float = 1e-3, **options: 
 
     Filters make outputs: for a transposed convolution they are counted along the output channels of all groups.
     """
-    operator = operator_of(layer, **options)
-    weight = operator.weight.detach()
-    if operator.transposed:
-        weight = weight.unflatten(0, (operator.groups, -1)).transpose(1, 2).flatten(0, 1)
-    lengths = torch.linalg.vector_norm(weight.double().flatten(1), dim=1)
+    lengths = torch.linalg.vector_norm(operator_of(layer, **options).filters, dim=1)
     return [int(index) for index in (lengths <= tolerance * lengths.max()).nonzero().flatten()]
 
 

@@ -63,6 +63,7 @@ torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
 torch.cuda.get_device_capability = lambda device=None: CAPABILITY
 torch.cuda.get_device_properties = lambda device=None: PROPERTIES
 torch.cuda.device = lambda device: contextlib.nullcontext()
+torch._C._cuda_getCurrentRawStream = lambda device: 0  # of torch built with CUDA, which would look for a GPU
 Call.capability = property(lambda self: CAPABILITY, lambda self, value: None)
 
 #: Every stage: a mix, a free target, tiny groups, planes that are the weight itself.
