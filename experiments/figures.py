@@ -44,10 +44,10 @@ def spectrum(lines: Mapping[Method, Line], out: Path) -> Path:
 def similarity(lines: Mapping[Method, Line], out: Path) -> Path:
     figure, axes = plt.subplots(1, len(DEPTHS), figsize=(13, 3.4), layout="constrained", sharey=True)
     edges = torch.linspace(-1, 1, BINS + 1).numpy()
-    for axis, depth in zip(axes, DEPTHS, strict=True):
+    for stage, (axis, depth) in enumerate(zip(axes, DEPTHS, strict=True), 1):
         for method, line in lines.items():
             axis.stairs(line.result["histogram"][depth], edges, color=COLOURS[method], label=method)
-        axis.set(title=depth, xlabel="correlation of two filters", xlim=(-0.3, 1), yscale="log")
+        axis.set(title=f"stage {stage}: {depth}", xlabel="correlation of two filters", xlim=(-0.3, 1), yscale="log")
     axes[0].set_ylabel("share of pairs")
     axes[0].legend()
     return _save(figure, out, "similarity")
@@ -65,7 +65,8 @@ def attack_curves(lines: Mapping[Method, Mapping[int, Line]], out: Path) -> Path
             for axis, values in zip(axes, (line.result["fooled_after"], line.timing["fooled_seconds"]), strict=True):
                 after = sorted(value for value in values if value > 0)
                 right = [100 * (1 - number / count) for number in range(len(after) + 1)]
-                axis.step([0, *after], right, where="post", color=COLOURS[method], label=None if index else method)
+                axis.step([0, *after], right, where="post", color=COLOURS[method], lw=1,
+                          label=None if index else method)  # fmt: skip
     axes[0].set(xlabel="queries for each image", ylabel="still right (%)", ylim=(0, 101))
     axes[1].set(xlabel="processor seconds, 100 images together")
     axes[0].legend()

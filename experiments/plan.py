@@ -27,10 +27,10 @@ EXPERIMENTS: dict[str, Experiment] = {
 FRACTIONS = (0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)
 LATER = METHODS[len(COMPARED) :]
-#: With this seed settings are chosen.
-CHOOSING_SEED = 100
-#: Lambdas of the sweep.
-SWEEP = (0.003, 0.01, 0.03, 0.1, 0.3)
+#: With these seeds settings are chosen, unless a grid has seeds of its own.
+CHOOSING_SEEDS = (100, 101)
+#: Lambdas of classification, in the trials and in the sweep.
+LAMBDAS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 #: The first images, so that every row has results soon.
 FIRST_IMAGES = ("barbara", "boat", "house", "cameraman", "peppers")
 LONG = 1200  # steps of the networks that others start from or attack
@@ -54,6 +54,7 @@ class Grid:
     plain_rates: tuple[float, ...]
     rates: tuple[float, ...]
     weights: tuple[float, ...]
+    seeds: tuple[int, ...] = CHOOSING_SEEDS
     images: tuple[str, ...] = ()
 
     def settings(self, method: Method) -> list[Choice]:
@@ -65,19 +66,20 @@ class Grid:
 GRIDS: dict[str, Grid] = {
     "classification": Grid(
         Classification(fraction=0.2, steps=300), lambda result: result["accuracy"],
-        (0.025, 0.05, 0.1, 0.2, 0.4, 0.8), (0.05, 0.1, 0.2), (0.01, 0.1),
+        (0.0125, 0.0175, 0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1), (0.1, 0.2), LAMBDAS,
     ),
-    "inpainting": Grid(
-        Inpainting(steps=300), lambda result: result["psnr"],
-        (0.002, 0.005, 0.01, 0.02, 0.03, 0.05), (0.01, 0.03), (1e-5, 1e-4, 1e-3), tuple(CHOOSING),
+    "inpainting": Grid(  # two pictures instead of two seeds
+        Inpainting(), lambda result: result["psnr"],
+        (0.002, 0.003, 0.005, 0.01, 0.02), (0.007,), (1e-6, 1e-5, 1e-4, 1e-3, 1e-2),
+        seeds=CHOOSING_SEEDS[:1], images=tuple(CHOOSING),
     ),
-    "proxies": Grid(
+    "proxies": Grid(  # with the networks of Tiny-ImageNet that there are anyway
         Proxies(steps=200), lambda result: result["recall1"],
-        (1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 1e-2), (3e-4, 1e-3, 3e-3), (0.01, 0.1),
+        (1e-4, 3e-4, 1e-3, 2e-3, 3e-3, 1e-2), (1e-3, 3e-3), (0.001, 0.03, 1.0), seeds=SEEDS[:2],
     ),
     "gan": Grid(
         Gan(steps=200, scored=1000), lambda result: -result["frechet"],
-        (1e-4, 2e-4, 5e-4, 1e-3), (2e-4, 1e-3), (0.001, 0.01),
+        (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), (1e-3, 4e-3), (3e-4, 3e-3, 3e-2),
     ),
 }  # fmt: skip
 
@@ -124,11 +126,15 @@ class Plan:
 
     def trials(self, experiment: str, method: Method) -> list[Config]:
         grid = GRIDS[experiment]
-        trial = self.sized(replace(grid.trial, method=method, seed=CHOOSING_SEED, choosing=True))
+        trial = self.sized(replace(grid.trial, method=method, choosing=True))
         if isinstance(trial, Proxies):  # they start from networks, whose settings are chosen
             trial = self.based(trial)
         settings = grid.settings(method)[: 2 if self.smoke else None]
-        found = [replace(trial, rate=choice.rate, weight=choice.weight) for choice in settings]
+        found = [
+            replace(trial, rate=choice.rate, weight=choice.weight, seed=seed)
+            for seed in grid.seeds
+            for choice in settings
+        ]
         if not grid.images:
             return found
         return [replace(one, image=image) for one in found for image in grid.images]  # type: ignore[call-arg]
@@ -164,11 +170,11 @@ class Plan:
     def sweep_runs(self, seed: int) -> list[Config]:
         """Lambdas, and none, at the rate chosen for ocnn."""
         base = replace(SWEPT, rate=self.chosen("classification", "ocnn").rate, seed=seed)
-        swept = [replace(base, method="ocnn", weight=weight) for weight in SWEEP]
+        swept = [replace(base, method="ocnn", weight=weight) for weight in LAMBDAS]
         return [self.sized(config) for config in (base, *swept)]
 
     def stages(self) -> Iterator[Stage]:
-        """All rows once with the four methods; then what needs several seeds or images; then the rest."""
+        """All rows once with the four methods, most of them before what needs several seeds; then the rest."""
 
         def choosing(experiment: str, methods: Sequence[Method]) -> Stage:
             make = lambda: [trial for method in methods for trial in self.trials(experiment, method)]  # noqa: E731
@@ -194,28 +200,27 @@ class Plan:
         if self.smoke:
             methods = METHODS
         yield choosing("classification", methods)
-        for row in (few, cifar, attack, filters):
+        for row in (few, cifar, attack, filters, folders, birds):
             yield runs(row, methods, first)
         yield choosing("inpainting", methods)
-        for row in (first_images, folders, birds):
+        for row in (first_images, wide):
             yield runs(row, methods, first)
-        yield Stage("time and memory", lambda: [self.sized(Cost())])
-        yield runs(wide, methods, first)
         yield sweep(first)
+        yield Stage("time and memory", lambda: [self.sized(Cost())])
         yield choosing("proxies", methods)
         yield runs(cars, methods, first)
+        if not self.smoke:  # what needs several seeds
+            for row in (few, cifar, attack):
+                yield runs(row, methods, others)
         yield choosing("gan", methods)
         yield runs(gan, methods, first)
         if self.smoke:
             return
-        # What needs several seeds or images.
-        for row in (few, cifar, attack):
-            yield runs(row, methods, others)
         yield runs(other_images, methods, first)
         # The rest.
-        for row in (wide, folders, birds, filters, gan, cars):
-            yield runs(row, methods, others)
         yield sweep(others)
+        for row in (folders, birds, cars, gan, wide, filters):
+            yield runs(row, methods, others)
         yield choosing("classification", LATER)
         for row in (few, cifar, attack, filters):
             yield runs(row, LATER, SEEDS)
