@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from math import floor, log10
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from definitions import paper
 from harness import Harness, parser_of, run
 from record import RELATIVE, ROOT, Rows
 from shapes import Layer
-from tables import markdown, number
+from tables import number, ratio, table
 from torch import Tensor
 
 from ocnn_fused import init
@@ -130,32 +131,27 @@ def measure(harness: Harness, layer: Layer, start: str, seeds: int) -> None:
 
 def tables(rows: Rows) -> str:
     body = []
-    for subject in rows.names("subject"):
-        for start in (RANDOM, NEAR):
-            kept = [row for row in rows.where(subject=subject) if row.details["start"] == start]
-            for dtype in dict.fromkeys(row.details["dtype"] for row in kept):
-                own = Rows(row for row in kept if row.details["dtype"] == dtype)
-                plain = own.median(contender=PLAIN, measure=GRADIENT)
-                for contender in own.names("contender"):
-                    gradient = own.get(contender=contender, measure=GRADIENT)
-                    assert gradient is not None
-                    remark = "never chosen: " + gradient.details["refused"] if gradient.details["refused"] else ""
-                    loss = own.median(contender=contender, measure=LOSS)
-                    of_plain = number(gradient.p50 / plain if plain else None, "{:.2f}")
-                    body.append(
-                        [
-                            subject,
-                            start,
-                            dtype,
-                            contender,
-                            number(loss, "{:.1e}"),
-                            f"{gradient.p50:.1e}",
-                            of_plain,
-                            remark,
-                        ]
-                    )
-    header = ["layer", "weights", "precision", "algorithm", "loss", "gradient", "gradient / F.conv2d's", "remark"]
-    return markdown(header, body, (0, 1, 2, 3, 7)) + (
+    for subject, start in product(rows.names("subject"), (RANDOM, NEAR)):
+        kept = [row for row in rows.where(subject=subject) if row.details["start"] == start]
+        for dtype in dict.fromkeys(row.details["dtype"] for row in kept):
+            own = Rows(row for row in kept if row.details["dtype"] == dtype)
+            plain = own.median(contender=PLAIN, measure=GRADIENT)
+            for contender in own.names("contender"):
+                gradient = own.need(contender=contender, measure=GRADIENT)
+                refused = gradient.details["refused"]
+                body.append(
+                    {
+                        "layer": subject,
+                        "weights": start,
+                        "precision": dtype,
+                        "algorithm": contender,
+                        "loss": number(own.median(contender=contender, measure=LOSS), "{:.1e}"),
+                        "gradient": f"{gradient.p50:.1e}",
+                        "gradient / F.conv2d's": number(ratio(gradient.p50, plain), "{:.2f}"),
+                        "remark": f"never chosen: {refused}" if refused else "",
+                    }
+                )
+    return table(body, ("weights", "precision", "algorithm", "remark")) + (
         "\n\nRelative to the norm of the exact loss or gradient; medians over seeds. Near orthogonal: moved by a "
         "thousandth of its length from an exactly orthogonal kernel, where loss and gradient are small differences "
         "and every algorithm loses digits. TF32 and bfloat16 products are emulated; `F.conv2d` is not among them."
@@ -201,14 +197,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     harness = Harness(COMMAND, options)
     seeds = 1 if options.quick else 5
     with harness.progress(len(LAYERS) * len(STARTS)):
-        for layer in LAYERS:
-            for start in STARTS:
-                harness.announce(f"{layer.label}, {start}")
-                measure(harness, layer, start, seeds)
-    every = harness.finish()
-    print(f"\n{tables(Rows(harness.rows))}\n")
-    for picture in draw(every, options.out):
-        print(f"Picture: {picture}")
+        for layer, start in product(LAYERS, STARTS):
+            harness.announce(f"{layer.label}, {start}")
+            measure(harness, layer, start, seeds)
+    harness.report(tables, draw)
 
 
 if __name__ == "__main__":

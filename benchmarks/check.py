@@ -19,7 +19,7 @@ from pathlib import Path
 from contenders import KERNEL, REFERENCE
 from record import KEPT, OUT, Row, Rows, load
 from report import COMMANDS
-from tables import markdown
+from tables import table
 from training_overhead import PLAIN
 
 ALLOWED = 0.15
@@ -74,13 +74,8 @@ def compare(new: Sequence[Row], old: Sequence[Row]) -> tuple[list[Change], int]:
             skipped += 1
             continue
         was, old_value = before[key]
-        here, there = row.environment, was.environment
         disturbed = max(row.disturbance or 0.0, was.disturbance or 0.0) > QUIET
-        if (here.hardware, here.instructions, here.cores) != (
-            there.hardware,
-            there.instructions,
-            there.cores,
-        ) or disturbed:
+        if disturbed or row.environment.machine != was.environment.machine:
             skipped += 1
             continue
         changes.append(Change(row, old_value, value))
@@ -106,13 +101,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = regressions(changes, options.above)
     print(f"{len(changes)} ratios compared, {skipped} not: new, disturbed, or measured on other hardware.")
     if found:
-        header = ["command", "section", "subject", "contender", "measure", "was", "is", "growth"]
+        words = ("command", "section", "subject", "contender", "measure")
         body = [
-            [one.row.command, one.row.section, one.row.subject, one.row.contender, one.row.measure, f"{one.before:.3f}",
-             f"{one.now:.3f}", f"{one.growth:+.0%}"]
+            {name: getattr(one.row, name) for name in words}
+            | {"was": f"{one.before:.3f}", "is": f"{one.now:.3f}", "growth": f"{one.growth:+.0%}"}
             for one in found
-        ]  # fmt: skip
-        print(markdown(header, body, (0, 1, 2, 3, 4)))
+        ]
+        print(table(body, words))
         raise SystemExit(f"{len(found)} ratios have risen by more than {options.above:.0%}")
     print(f"None has risen by more than {options.above:.0%}.")
 

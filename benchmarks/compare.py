@@ -16,6 +16,7 @@ import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +41,12 @@ from contenders import (
     calls_of,
 )
 from definitions import paper
-from harness import Harness, disturbed, parser_of, run
+from harness import Harness, parser_of, run
 from panels import table as panels_table
-from record import Row, Rows
+from record import Rows
 from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer, large_kernels
 from steps import DTYPES, Settings, expand, make_weights, module_of
-from tables import markdown, milliseconds, number, ratio, times
+from tables import milliseconds, number, ratio, table, times, verdict
 from torch import Tensor, nn
 
 from ocnn_fused import OrthRegularizer
@@ -182,10 +183,6 @@ def measure_precisions(harness: Harness, layers: Sequence[Layer]) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _rows_of(rows: Rows, section: str, measure: str) -> Rows:
-    return Rows(row for row in rows.where(section=section, measure=measure))
-
-
 def fastest_exact(rows: Rows) -> str:
     """Of the rows of one subject."""
     exact = [row for row in rows if row.contender in EXACT]
@@ -198,117 +195,92 @@ def _title(section: str) -> str:
     return f"{section}: {count} convolutions" if count else TITLES.get(section, section)
 
 
+def _is_network(rows: Rows) -> bool:
+    return rows.every[0].details.get("role") == "network"
+
+
+def _subject(rows: Rows) -> str:
+    subject = rows.every[0].subject
+    return f"**{subject}, one call**" if _is_network(rows) else subject
+
+
 def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
     """The paper's loss, by everybody who computes it."""
-    kept = rows.where(section=section, measure=measure)
-    targets = {target.layer.label: target for target in TARGETS} if section == SHAPES else {}
+    targets = NETWORK_RATIOS | ({one.layer.label: one.ratio for one in TARGETS} if section == SHAPES else {})
     body = []
-    totals = dict.fromkeys(EXACT, 0.0)
-    for subject in kept.names("subject"):
-        own = kept.where(subject=subject)
-        first: Row = own.every[0]
-        is_network = first.details.get("role") == "network"
+    for subject, own in rows.where(section=section, measure=measure).by("subject"):
+        details = own.every[0].details
         values = {name: own.median(contender=name) for name in (*EXACT, BOUND)}
-        count = first.details.get("count", 1)
-        if not is_network:
-            totals = {name: total + count * (values[name] or float("nan")) for name, total in totals.items()}
-        target = targets[subject].ratio if subject in targets else NETWORK_RATIOS.get(subject) if is_network else None
-        target = 1.0 if section == LARGE else target  # none may be slower than the reference
+        target = 1.0 if section == LARGE else targets.get(subject)  # none may be slower than the reference
         speed_up = ratio(values[REFERENCE], values[FUSED])
-        verdict = (
-            "" if target is None or speed_up is None else f"{target:g}x {'met' if speed_up >= target else 'missed'}"
-        )
         winner = fastest_exact(own)
         body.append(
-            [
-                f"**{subject}, one call**" if is_network else subject,
-                str(count),
-                first.details.get("plan", ""),
-                *(milliseconds(values[name]) for name in EXACT),
-                times(speed_up),
-                times(ratio(values[REFERENCE], values[BOUND])),
-                number(ratio(values[BOUND], values[FUSED]), "{:.0%}"),
-                "fused" if winner == FUSED else f"{winner} by {times(ratio(values[FUSED], values[winner]))}",
-                verdict,
-            ]
+            {
+                "layer": _subject(own),
+                "count": str(details.get("count", 1)),
+                "plan": details.get("plan", ""),
+                **{f"{name} ms": milliseconds(values[name]) for name in EXACT},
+                "speed-up": times(speed_up),
+                "bound": times(ratio(values[REFERENCE], values[BOUND])),
+                "share": number(ratio(values[BOUND], values[FUSED]), "{:.0%}"),
+                "fastest": "fused" if winner == FUSED else f"{winner} by {times(ratio(values[FUSED], values[winner]))}",
+                "target": "" if target is None or speed_up is None else verdict(speed_up, target),
+            }
         )
     if section not in (*SINGLE, FOREACH):
-        sums = [milliseconds(total) if total == total else "-" for total in totals.values()]
-        total = [f"{section}, sum of layers", "", "", *sums, times(totals[REFERENCE] / totals[FUSED]), "", "", "", ""]
-        body.insert(len(body) - 1, total)
-    header = [
-        "layer",
-        "count",
-        "plan",
-        *(f"{name} ms" for name in EXACT),
-        "speed-up",
-        "bound",
-        "share",
-        "fastest",
-        "target",
-    ]
-    return markdown(header, body, left=(0, 2, len(header) - 2, len(header) - 1))
+        totals = _totals(rows, section)
+        sums = {f"{name} ms": milliseconds(totals.get(name)) for name in EXACT}
+        faster = times(ratio(totals.get(REFERENCE), totals.get(FUSED)))
+        body.insert(len(body) - 1, {"layer": f"{section}, sum of layers", **sums, "speed-up": faster})
+    return table(body, ("plan", "fastest", "target"))
 
 
 def others_table(rows: Rows, section: str) -> str:
     """What other regularisers cost, beside ours: they compute something else."""
-    kept = rows.where(section=section, measure=BOTH)
     body = []
-    for subject in kept.names("subject"):
-        own = kept.where(subject=subject)
+    for _, own in rows.where(section=section, measure=BOTH).by("subject"):
         values = {name: own.median(contender=name) for name in (*OTHERS, FUSED)}
-        faster = ratio(values[KERNEL], values[FUSED_KERNEL])
-        is_network = own.every[0].details.get("role") == "network"
         body.append(
-            [
-                f"**{subject}, one call**" if is_network else subject,
-                *(milliseconds(values[name]) for name in (*OTHERS, FUSED)),
-                times(faster),
-                times(ratio(values[FUSED], values[KERNEL])),
-            ]
+            {
+                "layer": _subject(own),
+                **{f"{name} ms": milliseconds(values[name]) for name in OTHERS},
+                "fused, all lags ms": milliseconds(values[FUSED]),
+                "kernel: plain / fused": times(ratio(values[KERNEL], values[FUSED_KERNEL])),
+                "all lags / plain kernel": times(ratio(values[FUSED], values[KERNEL])),
+            }
         )
-    header = [
-        "layer",
-        *(f"{name} ms" for name in OTHERS),
-        "fused, all lags ms",
-        "kernel: plain / fused",
-        "all lags / plain kernel",
-    ]
-    return markdown(header, body)
+    return table(body)
 
 
 NETWORK_WAYS = (REFERENCE, KERNEL, FUSED_KERNEL, ONE_BY_ONE, FUSED, IN_LOSS, ADD_GRAD, PROJECT)
+
+
+def networks_of(rows: Rows) -> Rows:
+    return Rows(row for row in rows if row.details.get("role") == "network")
 
 
 def networks_table(rows: Rows) -> str:
     """All layers of a network, by everything that can be called for them."""
     body = []
     for measure in (BOTH, LOSS):
-        kept = Rows(row for row in rows.where(measure=measure) if row.details.get("role") == "network")
-        for subject in kept.names("subject"):
-            own = kept.where(subject=subject)
+        for subject, own in networks_of(rows).where(measure=measure).by("subject"):
             values = {name: own.median(contender=name) for name in NETWORK_WAYS}
-            cells = [milliseconds(values[name]) for name in NETWORK_WAYS]
-            body.append([f"{subject}, {measure}", *cells, times(ratio(values[REFERENCE], values[FUSED]))])
-    return markdown(["all layers", *(f"{name} ms" for name in NETWORK_WAYS), "reference / fused"], body)
+            cells = {f"{name} ms": milliseconds(value) for name, value in values.items()}
+            faster = times(ratio(values[REFERENCE], values[FUSED]))
+            body.append({"all layers": f"{subject}, {measure}", **cells, "reference / fused": faster})
+    return table(body)
 
 
 def precisions_table(rows: Rows) -> str:
-    kept = rows.where(section=PRECISION)
     body = []
-    for subject in kept.names("subject"):
-        for dtype in DTYPES:
-            for measure in (BOTH, LOSS):
-                own = Rows(
-                    row for row in kept.where(subject=subject, measure=measure) if row.environment.dtype == dtype
-                )
-                if len(own):
-                    names = (REFERENCE, FUSED_TORCH, FUSED)
-                    cells = [milliseconds(own.median(contender=name)) for name in names]
-                    body.append([subject, dtype, measure, *cells])
-    return markdown(
-        ["layer", "dtype", "measured", "reference ms", "fused, torch backend ms", "fused ms"], body, (0, 1, 2)
-    )
+    for subject, kept in rows.where(section=PRECISION).by("subject"):
+        for dtype, measure in product(DTYPES, (BOTH, LOSS)):
+            own = Rows(row for row in kept.where(measure=measure) if row.environment.dtype == dtype)
+            if len(own):
+                names = (REFERENCE, FUSED_TORCH, FUSED)
+                cells = {f"{name} ms": milliseconds(own.median(contender=name)) for name in names}
+                body.append({"layer": subject, "dtype": dtype, "measured": measure, **cells})
+    return table(body, ("dtype", "measured"))
 
 
 LEGEND = (
@@ -329,7 +301,7 @@ def tables(rows: Rows) -> str:
         parts += [f"### {_title(section)}", exact_table(rows, section)]
         if section not in SINGLE:
             parts += ["What other regularisers cost there; they compute something else:", others_table(rows, section)]
-    if len(Rows(row for row in rows if row.details.get("role") == "network")):
+    if len(networks_of(rows)):
         parts += ["### Whole networks and 50 small layers, every way to call", networks_table(rows)]
     if len(rows.where(section=PRECISION)):
         parts += ["### Our backends by dtype", precisions_table(rows)]
@@ -354,29 +326,14 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
     for section in sections_of(rows):
         kept = rows.where(section=section, measure=BOTH)
         bars = []
-        for subject in kept.names("subject"):
-            own = kept.where(subject=subject)
-            speed_up = ratio(own.median(contender=REFERENCE), own.median(contender=FUSED))
-            bound = ratio(own.median(contender=REFERENCE), own.median(contender=BOUND))
-            details = own.every[0].details
-            network = details.get("role") == "network"
-            label = (
-                f"{subject}: all, one call"
-                if network
-                else f"{subject}  ×{details['count']}"
-                if details["count"] > 1
-                else subject
-            )
-            bars.append(figures.Bar(label, speed_up or 0.0, bound, network))
-        environment = kept.every[0].environment
-        drawn.append(
-            figures.speed_ups(
-                folder / f"compare-{section.replace(', ', '-').replace(' ', '-')}.png",
-                _title(section),
-                bars,
-                environment,
-            )
-        )
+        for subject, own in kept.by("subject"):
+            reference = own.median(contender=REFERENCE)
+            speed_up, bound = (ratio(reference, own.median(contender=name)) for name in (FUSED, BOUND))
+            count, network = own.every[0].details["count"], _is_network(own)
+            times_count = ": all, one call" if network else f"  ×{count}" if count > 1 else ""
+            bars.append(figures.Bar(f"{subject}{times_count}", speed_up or 0.0, bound, network))
+        path = folder / f"compare-{section.replace(', ', '-').replace(' ', '-')}.png"
+        drawn.append(figures.speed_ups(path, _title(section), bars, kept.every[0].environment))
     networks = {section: _totals(rows, section) for section in sections_of(rows) if section not in SINGLE}
     if networks:
         names = [name for name in (*EXACT, *OTHERS) if any(name in totals for totals in networks.values())]
@@ -409,13 +366,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precisions", action="store_true", help="our backends by dtype")
     parser.add_argument("--panels", action="store_true", help="compare panels with the BLAS instead (CPU only)")
     parser.add_argument("--loss-only", action="store_true", help="layers without their gradient")
-    parser.add_argument(
-        "--contenders",
-        nargs="+",
-        choices=[*CONTENDERS, "all"],
-        default=list(USUAL),
-        help="per layer (default: all but compiled)",
-    )
+    every = [*CONTENDERS, "all"]
+    usual = "per layer (default: all but compiled)"
+    parser.add_argument("--contenders", nargs="+", choices=every, default=list(USUAL), help=usual)
     options = parser.parse_args(arguments)
     if options.panels and options.device != "cpu":
         parser.error("--panels is about the CPU")
@@ -466,10 +419,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"\n{panels_table(layers_of(options), harness.settings, harness.effort, harness.timer)}")
         return
     measure(harness, options)
-    every = harness.finish()
-    print(f"\n{tables(Rows(harness.rows))}\n\n{disturbed(harness.rows)}")
-    for picture in draw(every, options.out):
-        print(f"Picture: {picture}")
+    harness.report(tables, draw)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,8 @@ def _pyplot() -> Any:
 
 def where(environment: Environment) -> str:
     """The machine in one line."""
-    one = environment
-    threads = f"{one.threads} thread{'s' * (one.threads > 1)}"
-    place = f"{one.cores} cores of {one.hardware} ({one.instructions}), {threads}"
-    return f"{place if one.device == 'cpu' else one.hardware}, {one.dtype}, torch {one.torch}"
+    threads = f", {environment.threads} thread{'s' * (environment.threads > 1)}" if environment.device == "cpu" else ""
+    return f"{environment.machine}{threads}, {environment.dtype}, torch {environment.torch}"
 
 
 def _save(figure: Any, path: Path) -> Path:
@@ -62,7 +60,7 @@ def speed_ups(path: Path, title: str, bars: Sequence[Bar], environment: Environm
     shown = [(place, bound) for place, bound in bounds if bound <= 2 * widest]
     if shown:
         axis.scatter(
-            [bound for _, bound in shown], [place - 0.0 for place, _ in shown], marker="|", s=160, color="black",
+            [bound for _, bound in shown], [place for place, _ in shown], marker="|", s=160, color="black",
             label="bound: the plan's products by the BLAS, nothing else", zorder=3,
         )  # fmt: skip
     for place, bar in zip(places, bars, strict=True):  # beside the bar, or beside the mark where that is close

@@ -39,8 +39,10 @@ def measure(layers: Sequence[Layer], settings: Settings) -> list[tuple[Layer, fl
     """Layer, first and later seconds, the largest difference first."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["torch", "ocnn_fused", "numpy"])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as executor:
-        rows = [(layer, *executor.submit(_seconds, layer, settings).result()) for layer in layers]
+    rows = []
+    for layer in layers:
+        with ProcessPoolExecutor(1, mp_context=context) as executor:  # one process each
+            rows.append((layer, *executor.submit(_seconds, layer, settings).result()))
     return sorted(rows, key=lambda row: row[2] - row[1])
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from record import BYTES, OUT, SECONDS, Environment, Row, Rows, load, save
 from steps import DTYPES, PRECISIONS, Settings, WrongResultError, usual_device
-from timing import EAGER, Disturbance, Effort, Samples, interleave, make_timer
+from timing import EAGER, Disturbance, Effort, interleave, make_timer
 from tqdm import tqdm
 
 #: If other processes use more than this share of the CPU, times are not to be trusted.
@@ -78,7 +78,7 @@ class Harness:
         details: Mapping[str, Any] | None = None,
         effort: Effort | None = None,
         settings: Settings | None = None,
-    ) -> dict[str, Samples]:
+    ) -> None:
         """Times the calls in turns, in all modes of the timer; each must have been called once before."""
         self.announce(subject)
         prepared = {
@@ -89,9 +89,8 @@ class Harness:
         share = disturbance.share
         for (mode, name), taken in samples.items():
             place = section if mode == EAGER else f"{section}, {mode}"
-            self.add(place, subject, name, measure, SECONDS, taken.seconds, share, details, settings)
+            self.add(place, subject, name, measure, SECONDS, taken, share, details, settings)
         self.advance()
-        return {name: samples[self.timer.modes[0], name] for name in calls}
 
     def add(
         self,
@@ -131,6 +130,15 @@ class Harness:
         path = save(self.options.out, self.command, self.rows)
         print(f"Rows: {path} and .csv")
         return Rows(load(self.options.out, self.command))
+
+    def report(self, tables: Callable[[Rows], str], draw: Callable[[Rows, Path], Sequence[Path]]) -> None:
+        """Writes all of that, prints the tables of this run, and draws everything that is kept."""
+        every = self.finish()
+        print(f"\n{tables(Rows(self.rows))}")
+        if note := disturbed(self.rows):
+            print(f"\n{note}")
+        for picture in draw(every, self.options.out):
+            print(f"Picture: {picture}")
 
 
 def disturbed(rows: Iterable[Row]) -> str:

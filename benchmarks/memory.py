@@ -97,7 +97,7 @@ def peak_extra_bytes(name: str, layers: Sequence[Layer], settings: Settings) -> 
     os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(128 << 10))  # glibc reads it when the server starts
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "ocnn_fused", "numpy"])
-    with ProcessPoolExecutor(1, mp_context=context, max_tasks_per_child=1) as executor:
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
         return executor.submit(_measure, name, expand(layers), settings).result()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from statistics import median
 
 from contenders import CONTENDERS, FUSED, Judge
 from shapes import Layer
@@ -36,6 +37,6 @@ def table(layers: Sequence[Layer], settings: Settings, effort: Effort, timer: Ti
             call = partial(_step, allowed, CONTENDERS[FUSED].step, weights, [layer], settings.gradient)
             contestants[allowed] = timer.prepare(call, EAGER)
         samples = interleave(contestants, timer, effort)
-        panels, blas = (samples[allowed].median for allowed in WAYS)
+        panels, blas = (median(samples[allowed]) for allowed in WAYS)
         lines.append(f"| {layer.label} | {panels * 1e3:.3f} | {blas * 1e3:.3f} | {blas / panels:.2f} |")
     return "\n".join(lines)

@@ -24,11 +24,11 @@ from typing import Any
 import figures
 import torch
 import torch.nn.functional as F
-from harness import Harness, disturbed, parser_of, run
+from harness import Harness, parser_of, run
 from record import COUNT, SECONDS, Rows
 from steps import WrongResultError
-from tables import markdown, milliseconds, number
-from timing import Disturbance, Samples
+from tables import milliseconds, number, table
+from timing import Disturbance, turns
 from torch import Tensor, nn
 
 from ocnn_fused import OrthRegularizer, init
@@ -236,57 +236,47 @@ def measure(harness: Harness, peers: Sequence[Peer], width: int, batch: int, ste
         for name, value in zip((LARGEST, SMALLEST), training.values(), strict=True):
             harness.add(section, peer.label, peer.name, name, "1", [value], None, answers | {"steps": steps})
         harness.advance()
-    samples = {peer: Samples() for peer in trainings}
+    samples: dict[Peer, list[float]] = {peer: [] for peer in trainings}
     disturbance = Disturbance()
-    names = list(trainings)
-    for index in range(rounds):
-        for peer in names[index % len(names) :] + names[: index % len(names)]:
+    for done in range(rounds):
+        for peer in turns(list(trainings), done):
             harness.announce(f"{peer.label}, step")
             start = perf_counter()
             trainings[peer].step()
-            samples[peer].seconds.append(perf_counter() - start)
+            samples[peer].append(perf_counter() - start)
     share = disturbance.share
     plain = next(taken for peer, taken in samples.items() if peer.name == PLAIN)
     for peer, taken in samples.items():
         details = {"ours": peer.ours}
-        harness.add(section, peer.label, peer.name, STEP, SECONDS, taken.seconds, share, details)
-        differences = [one - base for one, base in zip(taken.seconds, plain.seconds, strict=True)]
+        harness.add(section, peer.label, peer.name, STEP, SECONDS, taken, share, details)
+        differences = [one - base for one, base in zip(taken, plain, strict=True)]
         harness.add(section, peer.label, peer.name, ADDED, SECONDS, differences, share, details)
 
 
 def tables(rows: Rows) -> str:
     parts = []
-    for section in rows.names("section"):
-        kept = rows.where(section=section)
-        plain = kept.median(contender=PLAIN, measure=STEP)
-        body: list[list[str]] = []
-        for subject in kept.names("subject"):
-            own = kept.where(subject=subject)
+    for section, kept in rows.by("section"):
+        plain = kept.need(contender=PLAIN, measure=STEP).p50
+        body = []
+        for subject, own in kept.by("subject"):
             if own.get(measure=MISSING):
-                body.append([subject, "not installed: `make peers`", *[""] * 6])
+                body.append({"convolutions": subject, "training step ms": "not installed: `make peers`"})
                 continue
-            step, added = own.median(measure=STEP), own.median(measure=ADDED)
-            values = own.get(measure=LARGEST)
-            assert values is not None
-            assert step is not None
-            assert plain is not None
-            assert added is not None
-            largest, smallest = values.p50, own.median(measure=SMALLEST)
-            share = "" if subject == PLAIN else f"{added / plain:+.0%}"
-            cells = [milliseconds(step), "" if subject == PLAIN else f"{added * 1e3:+.1f}", share]
-            cells += [number(largest, "{:.4f}"), number(smallest, "{:.4f}")]
-            body.append([subject, *cells, values.details[BF16], values.details[COMPILE]])
-        header = [
-            "convolutions",
-            "training step ms",
-            "added ms",
-            "of the plain step",
-            LARGEST,
-            SMALLEST,
-            BF16,
-            f"{COMPILE}(fullgraph)",
-        ]
-        parts += [f"#### {section}", markdown(header, body, (0, 6, 7))]
+            added, values = own.need(measure=ADDED).p50, own.need(measure=LARGEST)
+            cells = {
+                "convolutions": subject,
+                "training step ms": milliseconds(own.median(measure=STEP)),
+                "added ms": f"{added * 1e3:+.1f}",
+                "of the plain step": f"{added / plain:+.0%}",
+                LARGEST: f"{values.p50:.4f}",
+                SMALLEST: number(own.median(measure=SMALLEST), "{:.4f}"),
+                BF16: values.details[BF16],
+                f"{COMPILE}(fullgraph)": values.details[COMPILE],
+            }
+            if subject == PLAIN:
+                cells["added ms"] = cells["of the plain step"] = ""
+            body.append(cells)
+        parts += [f"#### {section}", table(body, (BF16, f"{COMPILE}(fullgraph)"))]
     return "\n\n".join(parts)
 
 
@@ -316,10 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     harness = Harness(COMMAND, options)
     with harness.progress(len(PEERS)):
         measure(harness, PEERS, width, batch, 5 if options.quick else 20, rounds)
-    every = harness.finish()
-    print(f"\n{tables(Rows(harness.rows))}\n\n{disturbed(harness.rows)}")
-    for picture in draw(every, options.out):
-        print(f"Picture: {picture}")
+    harness.report(tables, draw)
 
 
 if __name__ == "__main__":

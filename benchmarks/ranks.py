@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from time import process_time
 from typing import Any
 
@@ -28,7 +29,7 @@ from record import BYTES, COUNT, SECONDS, Rows
 from resnet import ResNet
 from shapes import NETWORKS, Layer
 from steps import Settings, make_weights, module_of
-from tables import markdown, megabytes, milliseconds, number, ratio, times
+from tables import megabytes, milliseconds, ratio, table, times
 from timing import CpuTimer, Disturbance, Effort, interleave
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -148,7 +149,7 @@ def layer_seconds(effort: Effort) -> dict[str, float]:
         if layer.geometry not in measured:
             single = [replace(layer, count=1)]
             [call] = calls_of((FUSED,), make_weights(single, settings), single, settings).values()
-            measured[layer.geometry] = interleave({FUSED: call}, CpuTimer(process_time), effort)[FUSED].median
+            measured[layer.geometry] = median(interleave({FUSED: call}, CpuTimer(process_time), effort)[FUSED])
     return {name: measured[layer.geometry] for name, layer in layers.items()}
 
 
@@ -162,46 +163,26 @@ def measure(harness: Harness, section: str) -> None:
         found = processes(world, "ddp")
         for rank, one in enumerate(found):
             details = {"world": world, "rank": rank, "layers": len(one["share"])}
-            harness.add(
-                section,
-                subject,
-                f"{SHARE}, rank {rank}",
-                "processor time",
-                SECONDS,
-                one["seconds"],
-                disturbance.share,
-                details,
-            )
-            predicted = sum(alone[name] for name in one["share"])
-            harness.add(
-                section, subject, f"{PREDICTED}, rank {rank}", "processor time", SECONDS, [predicted], None, details
-            )
+            predicted = [sum(alone[name] for name in one["share"])]
+            for name, seconds, share in ((SHARE, one["seconds"], disturbance.share), (PREDICTED, predicted, None)):
+                contender = f"{name}, rank {rank}"
+                harness.add(section, subject, contender, "processor time", SECONDS, seconds, share, details)
         for name in (WITHOUT, WITH):
-            harness.add(
-                section,
-                subject,
-                name,
-                "bytes averaged",
-                BYTES,
-                [one[name]["bytes"] for one in found],
-                None,
-                {"world": world},
-            )
+            sizes = [one[name]["bytes"] for one in found]
+            harness.add(section, subject, name, "bytes averaged", BYTES, sizes, None, {"world": world})
         harness.advance()
     for one in processes(2, "fsdp"):
         details = {"world": 2, "collectives": one["collectives"], "layers": one["layers"]}
-        harness.add(section, "FSDP2, 2 ranks", "reg()", "gathered", BYTES, [one["bytes"]], None, details)
-        harness.add(
-            section, "FSDP2, 2 ranks", "reg()", "collectives", COUNT, [sum(one["collectives"].values())], None, details
-        )
+        counted = sum(one["collectives"].values())
+        for measure_name, unit, value in (("gathered", BYTES, one["bytes"]), ("collectives", COUNT, counted)):
+            harness.add(section, "FSDP2, 2 ranks", "reg()", measure_name, unit, [value], None, details)
     harness.settings.apply()
 
 
-def table(rows: Rows) -> str:
+def processes_table(rows: Rows) -> str:
     """Real processes: measured against predicted, and bytes."""
     body = []
-    for subject in rows.names("subject"):
-        own = rows.where(subject=subject)
+    for subject, own in rows.by("subject"):
         world = own.every[0].details["world"]
         measured = [row for row in own if row.contender.startswith(SHARE)]
         if not measured:
@@ -213,26 +194,17 @@ def table(rows: Rows) -> str:
         bytes_of = [own.median(contender=name) for name in (WITHOUT, WITH)]
         added = (bytes_of[1] or 0) - (bytes_of[0] or 0) if world > 1 else 0
         body.append(
-            [
-                subject,
-                milliseconds(slowest),
-                milliseconds(predicted),
-                times(ratio(whole, slowest)),
-                number(slowest / mean, "{:.2f}"),
-                megabytes(bytes_of[0]),
-                f"{added:.0f}",
-            ]
+            {
+                "processes": subject,
+                "slowest rank's share ms": milliseconds(slowest),
+                "predicted ms": milliseconds(predicted),
+                "faster than one": times(ratio(whole, slowest)),
+                "imbalance": f"{slowest / mean:.2f}",
+                "averaged per step MB": megabytes(bytes_of[0]),
+                "bytes added by reg()": f"{added:.0f}",
+            }
         )
-    header = [
-        "processes",
-        "slowest rank's share ms",
-        "predicted ms",
-        "faster than one",
-        "imbalance",
-        "averaged per step MB",
-        "bytes added by reg()",
-    ]
-    return markdown(header, body)
+    return table(body)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -275,23 +247,14 @@ def beyond_table(compared: Rows, measure_name: str) -> str:
         for world in (*WORLDS[1:], *BEYOND):
             busiest, mean, idle = beyond(layers, world)
             body.append(
-                [
-                    network,
-                    str(world),
-                    milliseconds(whole),
-                    milliseconds(busiest),
-                    number(busiest / mean, "{:.2f}"),
-                    times(whole / busiest),
-                    str(idle),
-                ]
+                {
+                    "network": network,
+                    "ranks": f"{world}",
+                    "one rank ms": milliseconds(whole),
+                    "busiest rank ms": milliseconds(busiest),
+                    "imbalance": f"{busiest / mean:.2f}",
+                    "faster": times(whole / busiest),
+                    "ranks without a layer": f"{idle}",
+                }
             )
-    header = [
-        "network",
-        "ranks",
-        "one rank ms",
-        "busiest rank ms",
-        "imbalance",
-        "faster",
-        "ranks without a layer",
-    ]
-    return markdown(header, body)
+    return table(body)

@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -66,8 +66,13 @@ class Environment:
             revision=revision(),
         )
 
+    @property
+    def machine(self) -> str:
+        cores = f"{self.cores} cores of {self.hardware} ({self.instructions})"
+        return cores if self.device == "cpu" else self.hardware
+
     def __str__(self) -> str:
-        where = f"{self.cores} cores of {self.hardware} ({self.instructions}), {self.threads} threads"
+        where = f"{self.machine}, {self.threads} threads"
         where = where if self.device == "cpu" else f"{self.device} ({self.hardware}, precision {self.precision})"
         return (
             f"{where}, {self.dtype}, backend {self.backend}; torch {self.torch}, Python {self.python}, "
@@ -159,7 +164,7 @@ class Rows:
     def __init__(self, rows: Iterable[Row]) -> None:
         self.every = list(rows)
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[Row]:
         return iter(self.every)
 
     def __len__(self) -> int:
@@ -173,9 +178,17 @@ class Rows:
         """Distinct values of a field, in order."""
         return list(dict.fromkeys(getattr(row, field_name) for row in self.every))
 
+    def by(self, field_name: str) -> Iterator[tuple[Any, Rows]]:
+        """Each of these with its rows."""
+        return ((name, self.where(**{field_name: name})) for name in self.names(field_name))
+
     def get(self, **wanted: object) -> Row | None:
         """The one row, or None."""
         return next(iter(self.where(**wanted)), None)
+
+    def need(self, **wanted: object) -> Row:
+        """The same where there must be one."""
+        return next(iter(self.where(**wanted)))
 
     def median(self, **wanted: object) -> float | None:
         row = self.get(**wanted)

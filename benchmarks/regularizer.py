@@ -14,6 +14,7 @@ from statistics import median
 
 import torch
 from resnet import ResNet
+from tables import table
 from timing import CpuTimer, Effort, interleave
 from torch import nn
 
@@ -29,20 +30,24 @@ HOST_LAYERS = 36
 
 
 def timed(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds per call, in turn."""
+    """Seconds per call, in turn."""
     for call in contestants.values():
         call()
-    samples = interleave(contestants, CpuTimer(), Effort.exactly(rounds))
-    return {name: [1e3 * seconds for seconds in taken.seconds] for name, taken in samples.items()}
+    return interleave(contestants, CpuTimer(), Effort.exactly(rounds))
 
 
-def table(found: dict[str, list[float]], base: str) -> str:
-    lines = [f"| | median ms | least ms | median ratio to {base} | ratio of least |", "|---|---|---|---|---|"]
-    for name, times in found.items():
-        ratio = median(a / b for a, b in zip(times, found[base], strict=True))
-        least = min(times) / min(found[base])
-        lines.append(f"| {name} | {median(times):.3f} | {min(times):.3f} | {ratio:.3f} | {least:.3f} |")
-    return "\n".join(lines)
+def compared(found: dict[str, list[float]], base: str) -> str:
+    rows = [
+        {
+            "": name,
+            "median ms": f"{1e3 * median(times):.3f}",
+            "least ms": f"{1e3 * min(times):.3f}",
+            f"median ratio to {base}": f"{median(a / b for a, b in zip(times, found[base], strict=True)):.3f}",
+            "ratio of least": f"{min(times) / min(found[base]):.3f}",
+        }
+        for name, times in found.items()
+    ]
+    return table(rows)
 
 
 def network_contestants(depths: tuple[int, ...]) -> dict[str, Callable[[], object]]:
@@ -57,7 +62,7 @@ def network_contestants(depths: tuple[int, ...]) -> dict[str, Callable[[], objec
         "add_grad_": reg.add_grad_,
         "reg(), backward": lambda: reg().backward(),
         "project_": lambda: reg.project_(rate=1e-6),
-        "project_, sometimes checked": lambda: reg.project_(rate=1e-6, safe="sometimes"),
+        "project_, always checked": lambda: reg.project_(rate=1e-6, safe="always"),
         "project_, unchecked": lambda: reg.project_(rate=1e-6, safe=False),
         "add_grad_, free": free.add_grad_,
         "reg(), backward, free": lambda: free().backward(),
@@ -97,9 +102,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"{options.network}, {options.threads} threads\n")
-    print(table(timed(network_contestants(DEPTHS[options.network]), options.rounds), "add_grad_"))
+    print(compared(timed(network_contestants(DEPTHS[options.network]), options.rounds), "add_grad_"))
     print(f"\nhost: {HOST_LAYERS} convolutions of 1x1x3x3\n")
-    print(table(timed(host_contestants(), 5 * options.rounds), "reg()"))
+    print(compared(timed(host_contestants(), 5 * options.rounds), "reg()"))
     print("\n" + workspace(DEPTHS["resnet34"]))
 
 

@@ -126,10 +126,9 @@ def machines(kept: dict[str, Rows]) -> str:
     worst: dict[str, float] = {}
     for rows in kept.values():
         for row in rows:
-            one = row.environment
-            place = f"{one.cores} cores of {one.hardware} ({one.instructions})" if one.device == "cpu" else one.hardware
-            key = f"{place}, torch {one.torch}, Python {one.python}"
-            seen.setdefault(key, set()).add(one.revision)
+            where = row.environment
+            key = f"{where.machine}, torch {where.torch}, Python {where.python}"
+            seen.setdefault(key, set()).add(where.revision)
             worst[key] = max(worst.get(key, 0.0), row.disturbance or 0.0)
     lines = [
         f"- {key}; commits {', '.join(sorted(revisions))}; others used at most {worst[key]:.0%} of the CPU during a row"
@@ -144,9 +143,8 @@ is what the plan's products allow on the machine at hand; a backend with product
 
 
 def contenders_table() -> str:
-    body = [
-        [one.name, one.formula, "yes" if one.exact else "", "yes" if one.ours else ""] for one in CONTENDERS.values()
-    ]
+    marks = {True: "yes", False: ""}
+    body = [[one.name, one.formula, marks[one.exact], marks[one.ours]] for one in CONTENDERS.values()]
     return markdown(["contender", "computes", "exact", "ours"], body, (0, 1, 2, 3))
 
 
@@ -213,7 +211,7 @@ def scale_page(kept: dict[str, Rows]) -> str:
     rows = kept["scaling"].where(section=scaling.RANKS)
     parts = [GENERATED, SCALE, ranks.beyond_table(kept["compare"], compare.BOTH)]
     if len(rows):
-        parts += [REAL, ranks.table(rows)]
+        parts += [REAL, ranks.processes_table(rows)]
         gathered, counted = (rows.get(measure=name) for name in ("gathered", "collectives"))
         if gathered is not None and counted is not None:
             parts.append(SHARDED.format(bytes=gathered.p50 / 1e6, layers=gathered.details["layers"], count=counted.p50))
@@ -235,12 +233,8 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--run",
-        nargs="*",
-        metavar="PART",
-        help=f"run these parts first, without a name all of them: {', '.join(PARTS)}",
-    )
+    which = f"run these parts first, without a name all of them: {', '.join(PARTS)}"
+    parser.add_argument("--run", nargs="*", metavar="PART", help=which)
     parser.add_argument("--out", type=Path, default=KEPT, help="folder of the rows (default: benchmarks/results)")
     parser.add_argument("--docs", type=Path, help="folder of the pages (default: docs, for the kept rows alone)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: 2)")

@@ -21,11 +21,11 @@ import ranks
 from bound import plan_of
 from compare import BOTH
 from contenders import FUSED, ONE_BY_ONE, REFERENCE, calls_of
-from harness import Harness, disturbed, parser_of, run
+from harness import Harness, parser_of, run
 from record import Rows
 from shapes import Layer
 from steps import Settings, expand, make_weights
-from tables import markdown, milliseconds, number, ratio, times
+from tables import markdown, milliseconds, ratio, table, times, verdict
 
 COMMAND = "scaling"
 
@@ -43,9 +43,6 @@ class Axis:
     quick: tuple[int, ...]
     layers: Callable[[int], Sequence[Layer]]
     reason: str
-
-    def subject(self, size: int) -> str:
-        return f"{size}"
 
 
 AXES = {
@@ -79,9 +76,14 @@ THREAD_TARGET = 1.6
 MULTIPLY_ADDS = "multiply_adds"
 
 
+def upper_half(sizes: Sequence[float]) -> int:
+    """How many of the largest sizes are fitted, at least three."""
+    return max(3, (len(sizes) + 1) // 2)
+
+
 def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Exponent fitted over the upper half of the sizes, at least three points."""
-    kept = max(3, (len(sizes) + 1) // 2)
+    """Exponent fitted over the upper half of the sizes."""
+    kept = upper_half(sizes)
     return float(np.polyfit(np.log(sizes[-kept:]), np.log(values[-kept:]), 1)[0])
 
 
@@ -96,7 +98,7 @@ def measure_axis(harness: Harness, axis: Axis) -> None:
         harness.announce(f"{axis.name} {size}")
         calls = calls_of(names, make_weights(every, harness.settings), every, harness.settings)
         details = {"size": size, MULTIPLY_ADDS: work, "reference_multiply_adds": plain, "plan": plans[0].name}
-        harness.time(axis.name, axis.subject(size), calls, BOTH, details)
+        harness.time(axis.name, f"{size}", calls, BOTH, details)
 
 
 def measure_threads(harness: Harness) -> None:
@@ -136,36 +138,21 @@ def _arithmetic(rows: Rows, axis: str, which: str = MULTIPLY_ADDS) -> tuple[list
 
 
 def axis_table(rows: Rows, axis: Axis) -> str:
-    kept = rows.where(section=axis.name)
     body = []
-    for subject in sorted(kept.names("subject"), key=int):
-        own = kept.where(subject=subject)
-        values = [own.median(contender=name) for name in (REFERENCE, ONE_BY_ONE, FUSED)]
-        fused = own.get(contender=FUSED)
-        assert fused is not None
+    for subject, own in sorted(rows.where(section=axis.name).by("subject"), key=lambda one: int(one[0])):
+        fused, reference = own.need(contender=FUSED), own.median(contender=REFERENCE)
         work = fused.details[MULTIPLY_ADDS]
-        rate = number(ratio(work, values[2] and values[2] * 1e9), "{:.1f}")
         body.append(
-            [
-                subject,
-                fused.details["plan"],
-                *map(milliseconds, values),
-                times(ratio(values[0], values[2])),
-                f"{work / 1e6:.4g}",
-                rate,
-            ]
+            {
+                axis.unit: subject,
+                "plan": fused.details["plan"],
+                **{f"{name} ms": milliseconds(own.median(contender=name)) for name in (REFERENCE, ONE_BY_ONE, FUSED)},
+                "speed-up": times(ratio(reference, fused.p50)),
+                "million multiply-adds": f"{work / 1e6:.4g}",
+                "billion per s": f"{work / fused.p50 / 1e9:.1f}",
+            }
         )
-    header = [
-        axis.unit,
-        "plan",
-        "reference ms",
-        "fused, one by one ms",
-        "fused ms",
-        "speed-up",
-        "million multiply-adds",
-        "billion per s",
-    ]
-    return markdown(header, body, (0, 1))
+    return table(body, ("plan",))
 
 
 def exponents_table(rows: Rows) -> str:
@@ -179,51 +166,26 @@ def exponents_table(rows: Rows) -> str:
         plain_known = dict(zip(*_arithmetic(rows, axis.name, "reference_multiply_adds"), strict=True))
         measured, counted = slope(sizes, seconds), slope(sizes, work)
         theirs = slope(plain_sizes, plain), slope(plain_sizes, [plain_known[size] for size in plain_sizes])
+        exponents = [f"{exponent:.2f}" for exponent in (measured, counted, *theirs)]
         reason = axis.reason if abs(measured - counted) > 0.1 else "They agree."
-        kept = max(3, (len(sizes) + 1) // 2)
-        body.append(
-            [
-                axis.unit,
-                f"{sizes[-kept]:g} to {sizes[-1]:g}",
-                f"{measured:.2f}",
-                f"{counted:.2f}",
-                f"{theirs[0]:.2f}",
-                f"{theirs[1]:.2f}",
-                reason,
-            ]
-        )
-    header = [
-        "axis",
-        "fitted over",
-        "time, fused",
-        "its arithmetic",
-        "time, reference",
-        "its arithmetic",
-        "why they differ",
-    ]
-    return markdown(header, body, (0, 1, 6))
+        body.append([axis.unit, f"{sizes[-upper_half(sizes)]:g} to {sizes[-1]:g}", *exponents, reason])
+    header = ["axis", "fitted over", "time, fused", "its arithmetic", "time, reference", "its arithmetic"]
+    return markdown([*header, "why they differ"], body, (0, 1, 6))
 
 
 def threads_table(rows: Rows) -> str:
-    kept = rows.where(section=THREADS)
     body = []
-    for subject in kept.names("subject"):
-        own = kept.where(subject=subject)
-        counts = own.every[0].details["counts"]
+    for subject, own in rows.where(section=THREADS).by("subject"):
         for name in (REFERENCE, FUSED):
-            values = [own.median(contender=f"{name}, {count}") for count in counts]
-            cells = [f"{milliseconds(value)} ({times(ratio(values[0], value))})" for value in values]
-            two = ratio(values[0], values[1]) if len(values) > 1 else None
-            verdict = (
-                ""
-                if name != FUSED or two is None
-                else f"{THREAD_TARGET:g}x {'met' if two >= THREAD_TARGET else 'missed'}"
-            )
-            body.append([f"{subject}, {name}", *cells, verdict])
-    counts = kept.every[0].details["counts"]
-    return markdown(
-        ["layer", *(f"{count} thread{'s' * (count > 1)}, ms" for count in counts), "target"], body, (0, len(counts) + 1)
-    )
+            values = {count: own.median(contender=f"{name}, {count}") for count in own.every[0].details["counts"]}
+            cells = {"layer": f"{subject}, {name}"}
+            for count, value in values.items():
+                faster = times(ratio(values[1], value))
+                cells[f"{count} thread{'s' * (count > 1)}, ms"] = f"{milliseconds(value)} ({faster})"
+            if name == FUSED and 2 in values:
+                cells["target"] = verdict(ratio(values[1], values[2]), THREAD_TARGET)
+            body.append(cells)
+    return table(body, ("target",))
 
 
 def tables(rows: Rows) -> str:
@@ -234,7 +196,7 @@ def tables(rows: Rows) -> str:
     if len(rows.where(section=THREADS)):
         parts += ["### Threads", threads_table(rows)]
     if len(rows.where(section=RANKS)):
-        parts += ["### Ranks", ranks.table(rows.where(section=RANKS))]
+        parts += ["### Ranks", ranks.processes_table(rows.where(section=RANKS))]
     return "\n\n".join(parts)
 
 
@@ -250,17 +212,13 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
                 series.append(figures.Line(name, sizes, [value * 1e3 for value in seconds]))
         sizes, work = _arithmetic(rows, axis.name)
         scale = series[-1].y[-1] / work[-1]
-        series.append(
-            figures.Line(
-                "the fused plan's multiply-adds, scaled", sizes, [scale * value for value in work], dashed=True
-            )
-        )
+        scaled = [scale * value for value in work]
+        series.append(figures.Line("the fused plan's multiply-adds, scaled", sizes, scaled, dashed=True))
         panels[axis.name], labels[axis.name] = series, axis.unit
-    drawn = []
-    if panels:
-        title = "Growth of loss and gradient"
-        drawn.append(figures.lines(folder / "scaling.png", title, panels, labels, "ms", rows.every[0].environment))
-    return drawn
+    if not panels:
+        return []
+    title = "Growth of loss and gradient"
+    return [figures.lines(folder / "scaling.png", title, panels, labels, "ms", rows.every[0].environment)]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -283,10 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             measure_threads(harness)
         if RANKS in options.axis and options.device == "cpu":
             ranks.measure(harness, RANKS)
-    every = harness.finish()
-    print(f"\n{tables(Rows(harness.rows))}\n\n{disturbed(harness.rows)}")
-    for picture in draw(every, options.out):
-        print(f"Picture: {picture}")
+    harness.report(tables, draw)
 
 
 if __name__ == "__main__":

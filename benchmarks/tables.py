@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+
+
+def table(rows: Sequence[Mapping[str, str]], words: Collection[str] = ()) -> str:
+    """Rows by the names of their columns; the first column and ``words`` are text, the others numbers."""
+    if not rows:
+        return "Nothing has been measured."
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    left = [index for index, name in enumerate(names) if not index or name in words]
+    return markdown(names, [[row.get(name, "") for name in names] for row in rows], left)
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], left: Sequence[int] = (0,)) -> str:
@@ -23,18 +32,11 @@ def number(value: float | None, pattern: str) -> str:
 
 
 def milliseconds(seconds: float | None) -> str:
+    """Three digits or so."""
     if seconds is None:
         return "-"
     value = seconds * 1e3
-    return (
-        f"{value:.3f}"
-        if value < 1
-        else f"{value:.2f}"
-        if value < 10
-        else f"{value:.1f}"
-        if value < 100
-        else f"{value:.0f}"
-    )
+    return f"{value:.{sum(value < limit for limit in (1, 10, 100))}f}"
 
 
 def times(ratio: float | None) -> str:
@@ -47,3 +49,9 @@ def megabytes(value: float | None) -> str:
 
 def ratio(numerator: float | None, denominator: float | None) -> float | None:
     return None if numerator is None or not denominator else numerator / denominator
+
+
+def verdict(value: float | None, target: float, at_most: bool = False) -> str:
+    """Of a ratio and what it should be at least, or at most."""
+    met = value is not None and (value <= target if at_most else value >= target)
+    return f"{target:g}x {'met' if met else 'missed'}"

@@ -5,14 +5,13 @@ from __future__ import annotations
 import gc
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
-import numpy as np
 import torch
 
 #: A sample repeats its call until it lasts about this long: far above the clock's and the scheduler's granularity.
@@ -126,24 +125,6 @@ class Effort:
         return Effort(math.inf, rounds, rounds)
 
 
-@dataclass
-class Samples:
-    """Seconds per call of one contestant, one value per round."""
-
-    seconds: list[float] = field(default_factory=list)
-
-    def percentile(self, percent: float) -> float:
-        return float(np.percentile(self.seconds, percent))
-
-    @property
-    def median(self) -> float:
-        return self.percentile(50)
-
-    @property
-    def minimum(self) -> float:
-        return min(self.seconds)
-
-
 class Disturbance:
     """How much of the machine went to others (processes or a hypervisor) since this was made."""
 
@@ -186,13 +167,21 @@ def _one_call(function: Callable[[], object], timer: Timer) -> float:
     return seconds if seconds > 0.2 else min(seconds, timer(function, 1), timer(function, 1))
 
 
-def interleave(contestants: Mapping[Name, Callable[[], object]], timer: Timer, effort: Effort) -> dict[Name, Samples]:
-    """Samples of every contestant; each round times all of them once, starting with another one each time.
+def turns(names: Sequence[Name], done: int) -> Sequence[Name]:
+    """All names, beginning with another one in each round."""
+    first = done % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def interleave(
+    contestants: Mapping[Name, Callable[[], object]], timer: Timer, effort: Effort
+) -> dict[Name, list[float]]:
+    """Seconds per call of every contestant, one value per round; each round times all of them once.
 
     The contestants must have been called once before, so that nothing is allocated or compiled here.
     """
     names = list(contestants)
-    samples = {name: Samples() for name in names}
+    samples: dict[Name, list[float]] = {name: [] for name in names}
     with _no_garbage_collection():
         start = perf_counter()
         single = {name: _one_call(contestants[name], timer) for name in names}
@@ -200,11 +189,10 @@ def interleave(contestants: Mapping[Name, Callable[[], object]], timer: Timer, e
         counted = max(calls.values()) == 1  # then the calls that told us so are a whole round
         if counted:
             for name, seconds in single.items():
-                samples[name].seconds.append(seconds)
+                samples[name].append(seconds)
         for done in range(int(counted), effort.max_rounds):
             if done >= effort.min_rounds and perf_counter() - start >= effort.seconds:
                 break
-            first = done % len(names)
-            for name in names[first:] + names[:first]:
-                samples[name].seconds.append(timer(contestants[name], calls[name]))
+            for name in turns(names, done):
+                samples[name].append(timer(contestants[name], calls[name]))
     return samples

@@ -18,17 +18,16 @@ from pathlib import Path
 from time import perf_counter, process_time
 
 import figures
-import numpy as np
 import torch
 import torch.nn.functional as F
 from contenders import CONTENDERS, KERNEL
-from harness import Harness, disturbed, parser_of, run
+from harness import Harness, parser_of, run
 from record import COUNT, SECONDS, Rows
 from resnet import ResNet
 from shapes import Layer
 from steps import WrongResultError
-from tables import markdown
-from timing import Disturbance, Samples
+from tables import table
+from timing import Disturbance, turns
 from torch import Tensor, nn
 
 from ocnn_fused import OrthRegularizer
@@ -149,11 +148,6 @@ def _adds(which: str) -> str:
     return f"{which} adds"
 
 
-def added(samples: Samples, plain: Samples) -> list[float]:
-    """The step minus the plain step of the same round."""
-    return [float(value) for value in np.subtract(samples.seconds, plain.seconds)]
-
-
 def measure(harness: Harness, section: str, case: Case, rounds: int) -> None:
     device = harness.settings.device
     wait: Callable[[], object] = torch.cuda.synchronize if device != "cpu" else lambda: None
@@ -165,22 +159,20 @@ def measure(harness: Harness, section: str, case: Case, rounds: int) -> None:
         contestants[which] = partial(training.step, which)
         if which != PLAIN:
             contestants[_alone(which)] = partial(training.alone, which)
-    samples = {clock: {which: Samples() for which in contestants} for clock in CLOCKS}
+    samples: dict[str, dict[str, list[float]]] = {clock: {which: [] for which in contestants} for clock in CLOCKS}
     for which, contestant in contestants.items():  # allocates, chooses algorithms
         harness.announce(f"{case.name}, warm-up {which}")
         contestant()
     disturbance = Disturbance()
-    names = list(contestants)
-    for index in range(rounds):
-        first = index % len(names)
-        for which in names[first:] + names[:first]:
+    for done in range(rounds):
+        for which in turns(list(contestants), done):
             harness.announce(f"{case.name}, {which}")
             wait()
             start = {clock: read() for clock, read in CLOCKS.items()}
             contestants[which]()
             wait()
             for clock, read in CLOCKS.items():
-                samples[clock][which].seconds.append(read() - start[clock])
+                samples[clock][which].append(read() - start[clock])
         harness.advance()
     share = disturbance.share
     details = {
@@ -188,9 +180,9 @@ def measure(harness: Harness, section: str, case: Case, rounds: int) -> None:
     }  # fmt: skip
     for clock, taken in samples.items():
         for which, one in taken.items():
-            harness.add(section, case.name, which, clock, SECONDS, one.seconds, share, details)
+            harness.add(section, case.name, which, clock, SECONDS, one, share, details)
         for which in STEPS[1:]:
-            differences = added(taken[which], taken[PLAIN])
+            differences = [one - plain for one, plain in zip(taken[which], taken[PLAIN], strict=True)]
             harness.add(section, case.name, _adds(which), clock, SECONDS, differences, share, details)
     count = sum(parameter.numel() for parameter in training.model.parameters())
     harness.add(section, case.name, PLAIN, PARAMETERS, COUNT, [count], None, details)
@@ -202,9 +194,7 @@ def measure(harness: Harness, section: str, case: Case, rounds: int) -> None:
 
 
 def _need(rows: Rows, clock: str, contender: str) -> float:
-    value = rows.median(measure=clock, contender=contender)
-    assert value is not None, contender
-    return value
+    return rows.need(measure=clock, contender=contender).p50
 
 
 def plain_step(rows: Rows, clock: str) -> float:
@@ -220,33 +210,26 @@ def share_of_step(rows: Rows, clock: str, which: str) -> float:
 
 def steps_table(rows: Rows, clock: str) -> str:
     body = []
-    for subject in rows.names("subject"):
-        own = rows.where(subject=subject)
-        details = own.every[0].details
+    for subject, own in rows.by("subject"):
+        name = f"{subject}, {own.every[0].details['batch']}"
         for which in STEPS:
-            step = own.get(measure=clock, contender=which)
-            assert step is not None
-            cells = [f"{subject}, {details['batch']}", which, f"{step.p50:.3f}", f"{step.minimum:.3f}"]
-            if which == PLAIN:
-                cells += [""] * 5
-            else:
-                adds, alone = _need(own, clock, _adds(which)), _need(own, clock, _alone(which))
-                of_reference = adds / _need(own, clock, _adds(REFERENCE)), alone / _need(own, clock, _alone(REFERENCE))
-                cells += [f"{adds:.3f}", f"{of_reference[0]:.3f}", f"{alone:.3f}", f"{of_reference[1]:.3f}"]
-                cells.append(f"{share_of_step(own, clock, which):.2%}")
+            step = own.need(measure=clock, contender=which)
+            cells = {"network, batch": name, "variant": which}
+            cells |= {f"step, {clock} s": f"{step.p50:.3f}", "minimum s": f"{step.minimum:.3f}"}
+            if which != PLAIN:
+                for column, of in (("adds", _adds), ("alone", _alone)):
+                    seconds = _need(own, clock, of(which))
+                    cells[f"{column} s"] = f"{seconds:.3f}"
+                    cells[f"{column} / reference {column}"] = f"{seconds / _need(own, clock, of(REFERENCE)):.3f}"
+                cells["alone / plain step"] = f"{share_of_step(own, clock, which):.2%}"
             body.append(cells)
-    header = [
-        "network, batch", "variant", f"step, {clock} s", "minimum s", "adds s", "adds / reference adds", "alone s",
-        "alone / reference alone", "alone / plain step",
-    ]  # fmt: skip
-    return markdown(header, body, (0, 1))
+    return table(body, ("variant",))
 
 
 def epochs_table(rows: Rows) -> str:
     """The paper's table; an epoch is as many steps as its images fill batches."""
     body = []
-    for subject in rows.names("subject"):
-        own = rows.where(subject=subject)
+    for subject, own in rows.by("subject"):
         details = own.every[0].details
         plain = plain_step(own, WALL)
         steps = details["images"] / details["wanted_batch"]
@@ -254,19 +237,18 @@ def epochs_table(rows: Rows) -> str:
         parameters = _need(own, PARAMETERS, PLAIN)
         for which in STEPS:
             adds = 0.0 if which == PLAIN else _need(own, WALL, _alone(which))
-            minutes = (plain + adds) * steps / 60
-            cells = [subject, str(details["wanted_batch"]), which, f"{parameters / 1e6:.2f} M", f"{minutes:.1f}"]
-            body.append([*cells, f"{adds / plain:+.2%}" if adds else "", f"{test:.1f}"])
-    header = [
-        "network",
-        "batch",
-        "variant",
-        "parameters",
-        "training, minutes per epoch",
-        "more than plain",
-        "test, minutes per epoch",
-    ]
-    return markdown(header, body, (0, 2))
+            body.append(
+                {
+                    "network": subject,
+                    "batch": f"{details['wanted_batch']}",
+                    "variant": which,
+                    "parameters": f"{parameters / 1e6:.2f} M",
+                    "training, minutes per epoch": f"{(plain + adds) * steps / 60:.1f}",
+                    "more than plain": f"{adds / plain:+.2%}" if adds else "",
+                    "test, minutes per epoch": f"{test:.1f}",
+                }
+            )
+    return table(body, ("variant",))
 
 
 LEGEND = (
@@ -281,8 +263,7 @@ LEGEND = (
 
 def verdict(rows: Rows) -> str:
     lines = [f"Target: ours takes at most {TARGET:g} of the reference's time."]
-    for subject in rows.names("subject"):
-        own = rows.where(subject=subject)
+    for subject, own in rows.by("subject"):
         for which in (IN_LOSS, ADD_GRAD):
             alone = _need(own, WALL, _alone(which)) / _need(own, WALL, _alone(REFERENCE))
             lines.append(f"{subject}, {which} alone: {alone:.3f}, {'met' if alone <= TARGET else 'missed'}.")
@@ -295,19 +276,13 @@ def tables(rows: Rows) -> str:
 
 
 def draw(rows: Rows, folder: Path) -> list[Path]:
-    subjects = rows.names("subject")
+    networks = dict(rows.by("subject"))
     series: dict[str, list[float | None]] = {
-        which: [100 * share_of_step(rows.where(subject=subject), WALL, which) for subject in subjects]
-        for which in STEPS[1:]
+        which: [100 * share_of_step(own, WALL, which) for own in networks.values()] for which in STEPS[1:]
     }
-    labels = [
-        f"{subject}, batch {rows.where(subject=subject).every[0].details['wanted_batch']}" for subject in subjects
-    ]
-    path = folder / "training_overhead.png"
-    title = "Added to a training step"
-    return [
-        figures.bars(path, title, labels, series, "% of the plain step", rows.every[0].environment, pattern="{:.1f}")
-    ]
+    labels = [f"{name}, batch {own.every[0].details['wanted_batch']}" for name, own in networks.items()]
+    path, title, y_label = folder / "training_overhead.png", "Added to a training step", "% of the plain step"
+    return [figures.bars(path, title, labels, series, y_label, rows.every[0].environment, pattern="{:.1f}")]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -326,10 +301,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with harness.progress(len(cases) * rounds):
         for name, case in cases.items():
             measure(harness, name, case, rounds)
-    every = harness.finish()
-    print(f"\n{tables(Rows(harness.rows))}\n\n{disturbed(harness.rows)}")
-    for picture in draw(every, options.out):
-        print(f"Picture: {picture}")
+    harness.report(tables, draw)
 
 
 if __name__ == "__main__":
