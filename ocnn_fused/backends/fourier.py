@@ -85,7 +85,7 @@ class _Executor:
         if self.sources is not None:  # (rows, channels, residues, taps) with zeros where a short phase has no tap
             kernel = torch.where(self.sources >= 0, kernel[..., self.sources.clamp(min=0)], 0).flatten(1, 2)
         given = self.transform.start(kernel)
-        gradient = torch.zeros_like(given) if with_grad else given
+        gradient = self.transform.gradient(given) if with_grad else given
         pieces = [slice(begin, begin + self.per_piece) for begin in range(0, len(counts), self.per_piece)]
         target = self.target(kernel)
         loss = plan.offset * target.double().square().mean()
@@ -174,6 +174,10 @@ class _Matrix:
         matrix = self.matrix[piece]
         return torch.mm(matrix.flatten(0, 1), taps).unflatten(0, matrix.shape[:2])
 
+    def gradient(self, taps: Tensor) -> Tensor:
+        """Where all pieces add what they contribute."""
+        return torch.zeros_like(taps)
+
     def gather(self, gradient: Tensor, values: Tensor, piece: slice) -> None:
         """Adds what some frequencies contribute."""
         gradient.addmm_(self.adjoint[piece].flatten(0, 1).mT, values.flatten(0, 1))
@@ -209,15 +213,19 @@ class _FFT:
         """Real and imaginary part at some frequencies, ``(frequencies, 2, rows * channels)``."""
         return values[piece]
 
+    def gradient(self, values: Tensor) -> Tensor:
+        """In place of the values, piece by piece."""
+        return values
+
     def gather(self, gradient: Tensor, values: Tensor, piece: slice) -> None:
-        """Puts what some frequencies contribute into its place."""
-        gradient[piece] = values
+        """It is there already."""
 
     def finish(self, gradient: Tensor) -> Tensor:
         """``(rows * channels, taps)``."""
-        spectrum = torch.view_as_complex(gradient.permute(2, 0, 1).contiguous()).unflatten(1, self.half)
-        whole = torch.fft.irfftn(spectrum, s=self.sizes, dim=self.axes)
-        return whole[(..., *map(slice, self.taps))].flatten(1).mul(4)
+        complex_ = torch.view_as_complex(gradient.permute(2, 0, 1).contiguous())
+        whole = torch.fft.irfftn(complex_.unflatten(1, self.half), s=self.sizes, dim=self.axes)
+        del complex_  # as large as all that follows
+        return whole[(..., *map(slice, self.taps))].flatten(1).mul_(4)
 
 
 class _KeptLags:

@@ -253,27 +253,34 @@ def _lower_fourier(plan: FourierPlan, dtype: torch.dtype) -> Lowered:
     *others, last = plan.transform_order
     for axis in others:
         taps = plan.class_taps[axis]
-        angles = _angles(_from_middle(taps)[: (taps + 1) // 2], _from_middle(2 * taps - 1)[:taps], 2 * taps - 1)
-        add(angles.cos(), angles.sin())
+        add(*_turns(_from_middle(taps)[: (taps + 1) // 2], _from_middle(2 * taps - 1)[:taps], 2 * taps - 1, dtype))
         layout += [axis, plan.axes[axis].taps, plan.axes[axis].step, *places[-2:]]
     taps = plan.class_taps[last]
-    angles = _angles(_from_middle(taps)[: (taps + 1) // 2], 2 * torch.arange(taps, device="cpu"), 2 * taps - 1)
-    counts = torch.full((taps,), 2.0, dtype=torch.float64, device="cpu")
-    counts[0] = 1  # zero has no partner
-    add(*(_padded(matrix) for matrix in (angles.cos(), angles.sin())))
-    add(*(_padded((matrix * counts * (4 / prod(plan.sizes))).mT) for matrix in (angles.cos(), angles.sin())))
+    frequencies = 2 * torch.arange(taps, device="cpu", dtype=torch.int32)
+    for scale in (1.0, 8 / prod(plan.sizes)):  # the second for the way back
+        for matrix in _turns(_from_middle(taps)[: (taps + 1) // 2], frequencies, 2 * taps - 1, dtype, scale):
+            if scale != 1.0:
+                matrix[:, 0] /= 2  # frequency zero has no partner
+            add(_padded(matrix if scale == 1.0 else matrix.mT))
     layout += [last, plan.axes[last].taps, plan.axes[last].step, -1, -1, *places[-4:]]
-    return Lowered(torch.tensor(layout, dtype=torch.int64, device="cpu"), None, torch.cat(tables).to(dtype))
+    return Lowered(torch.tensor(layout, dtype=torch.int64, device="cpu"), None, torch.cat(tables))
 
 
 def _from_middle(count: int) -> Tensor:
     """Twice the distances of ``count`` positions from their middle."""
-    return 2 * torch.arange(count, device="cpu") - (count - 1)
+    return 2 * torch.arange(count, device="cpu", dtype=torch.int32) - (count - 1)
 
 
-def _angles(positions: Tensor, waves: Tensor, size: int) -> Tensor:
-    """``pi/2 * position * wave / size``, reduced to one turn while it is a whole number."""
-    return (positions[:, None] * waves % (4 * size)).double() * (pi / (2 * size))
+def _turns(
+    positions: Tensor, waves: Tensor, size: int, dtype: torch.dtype, scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """``scale`` times cosine and sine of ``pi/2 * position * wave / size``.
+
+    They are looked up in one turn, so that nothing as large as the result is in float64.
+    """
+    turn = torch.arange(4 * size, device="cpu").double() * (pi / (2 * size))
+    steps = positions[:, None] * waves % (4 * size)
+    return (turn.cos() * scale).to(dtype)[steps], (turn.sin() * scale).to(dtype)[steps]
 
 
 def _padded(matrix: Tensor) -> Tensor:
