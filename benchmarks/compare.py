@@ -143,6 +143,9 @@ def model_calls(weights: Sequence[Tensor], layers: Sequence[Layer]) -> dict[str,
                 f"{PROJECT}: layer {layers[index].label} moved along another direction, off by {error:.1e}"
             )
     model.zero_grad()
+    with torch.no_grad():  # singular values of about one, as in a training that projects, which checks few steps there
+        for parameter in parameters:
+            parameter.mul_(0.5)
     return {IN_LOSS: in_loss, ADD_GRAD: add_grad, PROJECT: reg.project_}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,6 +157,7 @@ def disturbed(rows: Iterable[Row]) -> str:
 def run(main: Callable[[], None]) -> None:
     """``main`` with the errors that a user can cause in one sentence, and the time it took."""
     start = perf_counter()
+    warnings.filterwarnings("ignore", "no orthogonal convolution exists")  # of some layers of every ResNet
     try:
         main()
     except (WrongResultError, ValueError) as error:

@@ -35,8 +35,9 @@ COMMAND = "memory"
 RESOLUTION = 1 << 20
 #: ResNet-34's largest layer should need at most this share of the reference's memory.
 TARGET = 0.6
-#: And a huge layer at most so many times its weight: the gradient, and as much again to work with, and some.
-HUGE_TARGET = 3.0
+#: And a huge layer at most so many times its weight, whatever its size: the gradient, a copy of the weight, and 13
+#: outputs and 12 transposes of a ninth each are 4.8. The reference took 11.1 times (6.71 GB), once; it takes minutes.
+HUGE_TARGET = 5.0
 LARGEST, HUGE = Layer("largest", (512, 512, 3, 3)), Layer("huge", (4096, 4096, 3, 3))
 LAYERS = (*NETWORKS["resnet34"], Layer("expand", (2048, 512, 1, 1)), Layer("7x7", (64, 64, 7, 7)))
 NAMES = (REFERENCE, KERNEL, FUSED)

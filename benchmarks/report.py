@@ -1,4 +1,4 @@
-"""``make report``: runs the commands and writes docs/benchmarks.md and docs/scale.md from what they kept.
+"""``make report``: runs the commands and writes docs/benchmarks.md, docs/scale.md and README's tables from their rows.
 
     make report                                                  everything, into benchmarks/results and docs/
     python benchmarks/report.py                                  the pages alone, from the kept results
@@ -28,10 +28,11 @@ import promises
 import ranks
 import scaling
 import training_overhead
-from contenders import CONTENDERS
-from harness import DISTURBED
+from contenders import CONTENDERS, FUSED, REFERENCE
+from harness import DISTURBED, run
 from record import KEPT, ROOT, Rows, load
-from tables import markdown
+from shapes import NETWORKS, TARGETS
+from tables import markdown, milliseconds, ratio, table, times
 
 DOCS = ROOT / "docs"
 COMMANDS = {
@@ -48,13 +49,14 @@ class Part:
     arguments: tuple[str, ...] = ()
 
 
-#: Each takes less than four minutes on two cores; the whole about a quarter of an hour.
+#: Each takes less than four minutes on two cores.
 PARTS: dict[str, Part] = {
     "shapes": Part("compare", ("--shapes", "--quick", "--contenders", "all")),
     "resnet34": Part("compare", ("--network", "resnet34", "--quick")),
     "resnet50": Part("compare", ("--network", "resnet50", "--quick")),
     "wideresnet28_10": Part("compare", ("--network", "wideresnet28_10", "--quick")),
     "convnext_t": Part("compare", ("--network", "convnext_t", "--quick")),
+    "large": Part("compare", ("--large-kernels", "--quick")),
     "foreach": Part("compare", ("--foreach", "--precisions", "--quick")),
     "training18": Part("training_overhead", ("--only", "resnet18", "--quick", "--batch", "32")),
     "training34": Part("training_overhead", ("--only", "resnet34", "--quick")),
@@ -218,6 +220,56 @@ def scale_page(kept: dict[str, Rows]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+#: Rows of the README's tables: section, subject, name; the first table has those with a sentence for a name.
+SHOWN: dict[str, tuple[tuple[str, str, str], ...]] = {
+    "short": (
+        ("resnet34", "64x64x3x3", "one 64x64x3x3 layer"),
+        ("resnet34", "512x512x3x3", "one 512x512x3x3 layer"),
+        ("resnet34", "resnet34", "ResNet-34, all 36 convolutions in one call"),
+    ),
+    "long": (
+        *(("resnet34", layer.label, layer.label) for layer in NETWORKS["resnet34"]),
+        ("resnet34", "resnet34", "**ResNet-34, one call**"),
+        ("resnet50", "resnet50", "**ResNet-50, one call**"),
+        ("wideresnet28_10", "wideresnet28_10", "**WideResNet-28-10, one call**"),
+        ("convnext_t", "convnext_t", "**ConvNeXt-T, one call**"),
+        *((compare.SHAPES, target.layer.label, target.layer.label) for target in TARGETS),
+    ),
+}
+
+
+def readme_table(rows: Rows, which: str) -> str:
+    """Of the README; without what was not measured, each layer once."""
+    body: dict[str, dict[str, str]] = {}
+    for section, subject, name in SHOWN[which]:
+        own = rows.where(section=section, subject=subject, measure=compare.BOTH)
+        reference, fused = own.median(contender=REFERENCE), own.median(contender=FUSED)
+        if reference is None or fused is None or name in body:
+            continue
+        long = which == "long"
+        count = str(own.every[0].details["count"]) if section == "resnet34" else ""
+        body[name] = {
+            "loss and gradient": name,
+            **({"in ResNet-34": count} if long else {}),
+            "`F.conv2d` and autograd, ms": milliseconds(reference),
+            "ocnn_fused, ms": milliseconds(fused),
+            "speed-up": times(reference / fused),
+            **({"bound": times(ratio(reference, own.median(contender=compare.BOUND)))} if long else {}),
+        }
+    return table(list(body.values()))
+
+
+def with_tables(readme: str, rows: Rows) -> str:
+    """The README with its tables made anew, each between two comments."""
+    for which in SHOWN:
+        begin, end = f"<!-- {which} table, written by make report -->\n", "\n<!-- end -->"
+        before, found, rest = readme.partition(begin)
+        if not found:
+            raise SystemExit(f"error: README.md must have the line {begin.strip()}")
+        readme = before + begin + "\n" + readme_table(rows, which) + "\n" + end + rest.partition(end)[2]
+    return readme
+
+
 def write_pages(results: Path, docs: Path) -> list[Path]:
     """The pages from the kept rows; returns what was written."""
     kept = {command: Rows(load(results, command)) for command in COMMANDS}
@@ -226,6 +278,8 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
         for command, module in COMMANDS.items()
     }
     texts = {docs / "benchmarks.md": page(kept, pictures), docs / "scale.md": scale_page(kept)}
+    if docs == DOCS:
+        texts[ROOT / "README.md"] = with_tables((ROOT / "README.md").read_text(), kept["compare"])
     for path, text in texts.items():
         path.write_text(text)
     return [*texts, *(path for drawn in pictures.values() for path in drawn)]
@@ -242,14 +296,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     unknown = set(options.run or ()) - set(PARTS)
     if unknown:
         parser.error(f"--run takes {', '.join(PARTS)}; got {', '.join(sorted(unknown))}")
-    start = perf_counter()
     for name in (options.run or PARTS) if options.run is not None else ():
         run_part(name, options.out, options.threads)
     docs = options.docs or (DOCS if options.out.resolve() == KEPT else options.out)
     for path in write_pages(options.out, docs):
         print(f"Wrote {path}")
-    print(f"Took {perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -40,7 +40,9 @@ def milliseconds(seconds: float | None) -> str:
 
 
 def times(ratio: float | None) -> str:
-    return number(ratio, "{:.1f}x" if ratio is None or ratio >= 9.95 else "{:.2f}x")
+    """Three digits."""
+    digits = 0 if ratio is None else sum(ratio < limit for limit in (9.995, 99.95))
+    return number(ratio, f"{{:.{digits}f}}x")
 
 
 def megabytes(value: float | None) -> str:
