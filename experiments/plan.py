@@ -34,6 +34,7 @@ LAMBDAS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 #: The first images, so that every row has results soon.
 FIRST_IMAGES = ("barbara", "boat", "house", "cameraman", "peppers")
 LONG = 1200  # steps of the networks that others start from or attack
+LONGER = 6000
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,7 @@ class Row:
 
 #: The rows, apart from method, rate, lambda and seed.
 CIFAR = Classification(steps=LONG)
+CIFAR_LONGER = Classification(steps=LONGER)
 WIDE = Classification(network="wideresnet", width=16)
 FOLDERS = Classification(dataset="folders", network="resnet18-stem", width=16, size=64, steps=LONG)
 FEW = {fraction: Classification(fraction=fraction) for fraction in FRACTIONS}
@@ -190,6 +192,7 @@ class Plan:
 
         few = Row("few labels", tuple(FEW.values()))
         cifar, wide = Row("CIFAR-100, ResNet-18", (CIFAR,)), Row("CIFAR-100, WideResNet", (WIDE,))
+        longer = Row("CIFAR-100, ResNet-18, longer", (CIFAR_LONGER,))
         folders, birds = Row("Tiny-ImageNet", (FOLDERS,)), Row("birds", (Neighbours(),))
         cars, gan = Row("cars", (Proxies(),)), Row("GAN", (Gan(),))
         attack, filters = Row("SimBA", (Attack(),)), Row("spectrum and similarity", (Filters(),))
@@ -216,6 +219,7 @@ class Plan:
         yield runs(gan, methods, first)
         if self.smoke:
             return
+        yield runs(longer, methods, SEEDS)
         yield runs(other_images, methods, first)
         # The rest.
         yield sweep(others)

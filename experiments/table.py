@@ -17,7 +17,7 @@ from .filters import Filters
 from .gan import Gan
 from .inpainting import GREY, TEXT, Inpainting
 from .methods import METHODS, Method
-from .plan import CIFAR, EXPERIMENTS, FEW, FOLDERS, GRIDS, SEEDS, WIDE, Choice, NotChosen, Plan
+from .plan import CIFAR, CIFAR_LONGER, EXPERIMENTS, FEW, FOLDERS, GRIDS, SEEDS, WIDE, Choice, NotChosen, Plan
 from .retrieval import KS, Neighbours, Proxies
 from .runner import Context
 
@@ -111,6 +111,7 @@ def sections() -> list[Section]:
     psnr = [number("PSNR, dB", "psnr"), number("PSNR of missing pixels, dB", "psnr_missing")]
     return [
         Section("CIFAR-100, ResNet-18", CIFAR, accuracy),
+        Section("CIFAR-100, ResNet-18, five times as long", CIFAR_LONGER, accuracy),
         Section("CIFAR-100, WideResNet", WIDE, accuracy),
         *(Section(f"CIFAR-100, {fraction:.0%} of the labels", config, accuracy) for fraction, config in FEW.items()),
         Section("Tiny-ImageNet, 50 classes", FOLDERS, accuracy),
