@@ -58,6 +58,7 @@ def _uncollected() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            gc.collect(0)  # of what is new alone, else a collection of everything may be due as soon as it is allowed
             gc.enable()
 
 

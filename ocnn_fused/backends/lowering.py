@@ -7,7 +7,7 @@ import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from fractions import Fraction
-from math import pi, prod
+from math import cos, pi, prod, sin
 from typing import NamedTuple
 
 import torch
@@ -278,9 +278,14 @@ def _turns(
 
     They are looked up in one turn, so that nothing as large as the result is in float64.
     """
-    turn = torch.arange(4 * size, device="cpu").double() * (pi / (2 * size))
+    turn = [step * (pi / (2 * size)) for step in range(4 * size)]
     steps = positions[:, None] * waves % (4 * size)
-    return (turn.cos() * scale).to(dtype)[steps], (turn.sin() * scale).to(dtype)[steps]
+    # Not by torch, which wakes its threads for them.
+    cosine, sine = ([scale * function(angle) for angle in turn] for function in (cos, sin))
+    return (
+        torch.tensor(cosine, dtype=dtype, device="cpu")[steps],
+        torch.tensor(sine, dtype=dtype, device="cpu")[steps],
+    )
 
 
 def _padded(matrix: Tensor) -> Tensor:
