@@ -82,7 +82,8 @@ def _parsed(setting: str, hint: Any, text: str) -> object:
 
 @dataclass(frozen=True)
 class Line:
-    """What a finished run leaves in results/<experiment>.jsonl; ``result`` is the same at every repetition."""
+    """What a finished run leaves in results/<experiment>.jsonl; with the same sources, torch and kind of processor
+    ``result`` is the same at every repetition."""
 
     experiment: str
     key: str
@@ -91,3 +92,4 @@ class Line:
     timing: dict[str, Any]  # processor seconds, which are not
     torch: str
     command: str
+    commit: str = ""  # of the sources; the first lines do not say

@@ -14,6 +14,7 @@ from matplotlib import pyplot as plt
 
 from ocnn_fused import plot
 
+from . import metrics
 from .config import Line
 from .filters import BINS, DEPTHS
 from .inpainting import SAMPLE, Inpainting
@@ -89,13 +90,12 @@ def inpainting_pictures(runs: Plan, out: Path) -> Path | None:
             config = runs.run_of(Inpainting(image=SAMPLE), method)
         except NotChosen:
             continue
-        line = runs.context.lines("inpainting").get(config.key)
-        if line is None or not (runs.context.work / f"{config.key}.kept.pt").exists():
+        if not (runs.context.work / f"{config.key}.kept.pt").exists():
             continue
         kept = runs.context.kept(config)
         if not shown:
             shown = {"picture": (kept["picture"], None), "given": (kept["picture"] * kept["mask"], None)}
-        shown[method] = (kept["final"], line.result["psnr"])
+        shown[method] = (kept["final"], metrics.psnr(kept["final"], kept["picture"]))
     name = out / "replication-inpainting.png"
     if not shown:  # where the runs were made elsewhere, the picture stays as it is
         return name if name.exists() else None

@@ -11,10 +11,12 @@ import hashlib
 import json
 import os
 import signal
+import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from time import monotonic, process_time
 from typing import Any
@@ -132,6 +134,7 @@ def claimed(context: Context, config: Config, wait: bool = False) -> Iterator[bo
 
 def run(config: Config, context: Context, experiments: dict[str, Experiment], note: str = "") -> Line:
     """Run to the end, from the last checkpoint if there is one, and append the line if there is none yet."""
+    _commit()
     experiment = experiments[config.experiment]
     for needed in experiment.needs(config):
         with claimed(context, needed, wait=True):
@@ -167,7 +170,7 @@ def run(config: Config, context: Context, experiments: dict[str, Experiment], no
     line = Line(
         config.experiment, config.key, asdict(config), task.result(),
         {"processor_seconds": round(process_time() - began, 2), **task.timing()},
-        torch.__version__, config.command,
+        torch.__version__, config.command, _commit(),
     )  # fmt: skip
     kept = task.keeps()
     if kept is not None:
@@ -180,6 +183,14 @@ def run(config: Config, context: Context, experiments: dict[str, Experiment], no
         print(f"{config.command}\n    gave {verdict} its line in {config.experiment}.jsonl", flush=True)
     checkpoint.unlink(missing_ok=True)
     return line
+
+
+@cache
+def _commit() -> str:
+    """Of the sources when the process began, or nothing outside a clone."""
+    command = ["git", "rev-parse", "--short=10", "HEAD"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 class StopSignal:
