@@ -10,6 +10,7 @@ from triton_support import (
     BIG,
     EDGES,
     TOLERANCE,
+    WIDE_EDGES,
     check,
     errors,
     needs_interpreter,
@@ -21,8 +22,10 @@ from triton_support import (
 )
 
 from ocnn_fused.backends.device import spec_of
+from ocnn_fused.backends.job import Epilogue
+from ocnn_fused.backends.model import product_work
 from ocnn_fused.backends.triton import fields, kernels
-from ocnn_fused.backends.triton.config import MIX_SIZES, Config, shipped
+from ocnn_fused.backends.triton.config import MIX_SIZES, WIDE_TILES, Config, shipped
 from ocnn_fused.backends.triton.launch import tables_for
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -83,12 +86,21 @@ PRECISION_TOLERANCES = {"ieee": TOLERANCE, "tf32x3": TOLERANCE, "tf32": 8 * 2.0*
 
 @pytest.mark.parametrize(
     ("precision", "config"),
-    [(precision, config) for precision, configs in shipped(spec_of(support.DEVICE)).items() for config in configs],
+    [(precision, config) for precision, configs in shipped(spec_of(support.DEVICE)).items() for config in configs]
+    + [pytest.param(precision, WIDE_TILES, marks=needs_interpreter) for precision in ("tf32", "bf16")],
 )
 def test_every_shipped_configuration(precision: str, config: Config) -> None:
     """More than one tile of each size, in all precisions; on a GPU the compiled code itself."""
     case = Case((136, 20, 2))
     check(case, plan_named(case, "toom/row"), PRECISION_TOLERANCES[precision], precision=precision, config=config)
+
+
+@pytest.mark.parametrize(("rows", "channels"), [(31, 40), (32, 32), (33, 65), (70, 8)])
+@pytest.mark.parametrize("name", ["toom/row", "toom/column", "direct/row"])
+def test_wide_tiles(rows: int, channels: int, name: str) -> None:
+    """In gram and apply, for products of which nothing but the product is wanted."""
+    case = Case((rows, channels, 3))
+    check(case, plan_named(case, name), config=WIDE_EDGES)
 
 
 @pytest.mark.parametrize("kind", ["toom 3 taps, column side", "direct", "toom, strided", "lag 0 only", "depthwise"])
@@ -98,6 +110,94 @@ def test_loss_alone_has_the_same_bits(kind: str) -> None:
     alone, (grad,) = run([weight], [plan], with_grad=False)
     assert grad.numel() == 0
     assert torch.equal(alone, run([weight], [plan])[0])
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# mix and gather by matrix products, as in TF32
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def left_as_they_are(values):
+    return values
+
+
+@pytest.fixture
+def by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in float32, but mix and gather by products of high and low bits, whose own error then shows."""
+    settings = support.Call.settings
+
+    def with_products(self: support.Call, kernel: str) -> dict[str, object]:
+        found = settings(self, kernel)
+        return found | ({"BY_PRODUCTS": True} if "BY_PRODUCTS" in found else {})
+
+    monkeypatch.setattr(support.Call, "settings", with_products)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("toom")])
+def test_products_of_high_and_low_bits_are_as_good_as_float32(kind: str) -> None:
+    """Emulated as the matrix instructions do it: they drop the low 13 bits of every operand."""
+    case, name = KINDS[kind]
+    check(case, plan_named(case, name), config=EDGES)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("rows", [15, 16, 17, 33])
+def test_mix_by_products_at_tile_edges(rows: int) -> None:
+    for shape in ((rows, 3, 2), (rows, 2, 4, 4)):
+        check(Case(shape), plan_named(Case(shape), "toom/row"), config=EDGES)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize(("channels", "stride"), [(1, 1), (7, 1), (33, 1), (40, 1), (8, 2), (5, 2)])
+def test_gather_by_products_at_tile_edges(channels: int, stride: int) -> None:
+    """And where residues begin on a boundary, or do not."""
+    case = Case((5, channels, 4, 3), stride)
+    check(case, plan_named(case, "toom/row"), config=EDGES)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gather_by_products_adds_to_gradients_of_any_dtype(dtype: torch.dtype) -> None:
+    case = Case((9, 8, 3, 3))
+    weight, plan = on_device(case, dtype), plan_named(case, "toom/row")
+    _, (grad,) = run([weight], [plan], config=EDGES)
+    target, factors = torch.ones_like(weight), torch.tensor([0.5], dtype=torch.float64)
+    with support.execution():
+        call = support.Call([weight], [plan], True, "ieee", EDGES, Epilogue(factors, 2.0, [target]))
+        call.run()
+    expected = 1 + grad.double()
+    unit = torch.finfo(dtype).eps
+    assert (target.double() - expected).abs().max() <= 2 * unit * expected.abs().max()
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("kind", ["toom 2 taps", "toom 4 taps", "toom, strided", "toom, grouped"])
+def test_products_of_high_and_low_bits_have_the_same_bits_in_any_order(kind: str) -> None:
+    case, name = KINDS[kind]
+    weight, plan = on_device(case), plan_named(case, name)
+    expected_losses, expected_grads = run([weight], [plan], config=WIDE_EDGES)
+    alone, _ = run([weight], [plan], config=WIDE_EDGES, with_grad=False)
+    assert torch.equal(alone, expected_losses)
+    for order, seed in (("shuffled", 1), ("interleaved", 1), ("interleaved", 2)):
+        losses, grads = run([weight], [plan], config=WIDE_EDGES, order=order, seed=seed)
+        assert torch.equal(losses, expected_losses)
+        assert torch.equal(grads[0], expected_grads[0])
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+def test_a_dropped_low_part_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "high_bits", left_as_they_are)  # so that all low bits are zero
+    case, name = KINDS["toom 3 taps"]
+    with pytest.raises(AssertionError):
+        check(case, plan_named(case, name), config=EDGES)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -234,8 +334,11 @@ def test_products_executed_are_those_counted(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(InterpreterBuilder, "create_dot", counting)
     cases = [(Case((20, 6, 3, 3)), "toom/row"), (Case((18, 5, 3)), "direct/row"), (Case((40, 16)), "gram/column")]
     weights, plans = [on_device(case) for case, _ in cases], [plan_named(*case) for case in cases]
-    run(weights, plans, config=EDGES)
-    assert executed == tables_for(weights, plans, [True] * len(weights), torch.float32, EDGES).multiply_adds
+    for config in (EDGES, WIDE_EDGES):
+        executed = 0
+        run(weights, plans, config=config)
+        assert executed == tables_for(weights, plans, [True] * len(weights), torch.float32, config).multiply_adds
+        assert executed == sum(sum(product_work(plan, config.tile, config.depth, config.wide)) for plan in plans)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

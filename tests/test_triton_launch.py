@@ -38,10 +38,19 @@ from triton_support import (
 
 from ocnn_fused import engine, explain
 from ocnn_fused.backends import triton as backend
-from ocnn_fused.backends.device import SPECS
+from ocnn_fused.backends.device import SPECS, spec_of
 from ocnn_fused.backends.model import plan_seconds, stages
 from ocnn_fused.backends.triton import cooperative, kernels, launch
-from ocnn_fused.backends.triton.config import SHIPPED, Config, choose_config, prefer_single
+from ocnn_fused.backends.triton.config import (
+    LARGE_TILES,
+    SHIPPED,
+    SHIPPED_HOPPER,
+    WIDE_TILES,
+    Config,
+    choose_config,
+    prefer_single,
+    shipped,
+)
 from ocnn_fused.backends.triton.tables import STAGES
 from ocnn_fused.plan import Plan
 from ocnn_fused.problem import Options, Precision
@@ -394,7 +403,7 @@ def test_staged_instead_of_single_has_a_configuration_of_its_own(reason: str, mo
     monkeypatch.setattr(Call, "run", lambda call, programs: ran.append((call.config, programs)))
     case = Case((8, 16))
     backend.run([on_device(case)], [plan_named(case, "gram/row")], [True], precision="tf32")
-    assert ran == [(SHIPPED["tf32"][0], None)]
+    assert ran == [(shipped(spec_of(DEVICE))["tf32"][0], None)]
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -640,6 +649,17 @@ def test_large_tiles_need_enough_of_them() -> None:
     assert choose_config(SHIPPED["ieee"], 10**6, 108) == SHIPPED["ieee"][0]
 
 
+def test_wide_tiles_need_more_of_them_and_little_padding() -> None:
+    configs = SHIPPED_HOPPER["bf16"]
+    assert choose_config(configs, 3 * 132 - 1, 132, 0.0) == LARGE_TILES
+    assert choose_config(configs, 3 * 132, 132, 0.06) == LARGE_TILES
+    assert choose_config(configs, 3 * 132, 132, 0.0) == WIDE_TILES
+    assert [config.wide for config in SHIPPED_HOPPER["tf32"]] == [0, 0, 256]
+    full, half = (plan_named(Case((side, side, 3, 3)), "toom/row") for side in (256, 128))
+    assert backend._wide_padding((full,), WIDE_TILES) == 0
+    assert backend._wide_padding((full, half), WIDE_TILES) > 0.05
+
+
 def test_one_launch_for_little_work_only() -> None:
     spec = SPECS["A100"]
     little, much = plan_named(Case((16, 16, 3, 3)), "toom/row"), plan_named(Case((512, 512, 3, 3)), "toom/row")
@@ -654,7 +674,7 @@ def test_one_launch_for_little_work_only() -> None:
         *((device, Case((256, 256, 3, 3)), "toom/row") for device in SPECS),  # a third of the products
         ("RTX 4090", Case((512, 64, 3, 3)), "toom/column"),
         ("A100", Case((128, 64, 3, 3)), "direct/column"),  # products are cheap next to the instructions of the mix
-        ("H100", Case((512, 64, 3, 3)), "direct/column"),
+        ("H100", Case((512, 64, 3, 3)), "toom/column"),
         ("A100", Case((64, 64, 2, 2)), "direct/row"),
     ],
     ids=str,

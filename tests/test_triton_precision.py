@@ -159,7 +159,7 @@ def test_common_shapes_keep_their_fast_plans() -> None:
         case = Case(shape, stride)
         name = "toom/row" if shape[1] > 3 else "toom/column"
         assert backend.refusal(plan_named(case, name), torch.float32, "A100", "tf32") is None
-        is_quicker = shape[0] == 512 or shape[1] == 3  # elsewhere tap pairs are, by the model
+        is_quicker = stride == 1 or shape[1] == 3  # elsewhere tap pairs are, by the model
         assert (chosen(problem(case), "triton", "A100", "tf32").name == name) == is_quicker
 
 

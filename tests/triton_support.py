@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,8 @@ from ocnn_fused.backends.triton.config import Config
 from ocnn_fused.backends.triton.launch import Call
 from ocnn_fused.plan import Plan
 
-__all__ = ["BIG", "DEVICE", "EDGES", "ON_GPU", "TOLERANCE", "Call", "candidates", "check", "errors", "execution"]
+__all__ = ["BIG", "DEVICE", "EDGES", "ON_GPU", "TOLERANCE", "WIDE_EDGES", "Call", "candidates", "check", "errors"]
+__all__ += ["execution"]
 __all__ += ["needs_interpreter", "on_device", "plan_named", "run", "skip_if_impossible", "tl", "triton"]
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -35,6 +37,7 @@ def skip_if_impossible(launch: str | None) -> None:
 #: Big tiles for the interpreter, whose time does not depend on their size; and small ones, for many edges.
 BIG = Config(tile=64, rows=8, columns=64, gathered_columns=64, lanes=512)
 EDGES = Config(tile=16, depth=16, rows=4, columns=16, gathered_columns=32, lanes=16)
+WIDE_EDGES = replace(EDGES, wide=32)
 
 TOLERANCE = 3e-5
 

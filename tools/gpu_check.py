@@ -39,7 +39,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ocnn_fused.backends.device import SPECS
-from ocnn_fused.backends.model import product_work
+from ocnn_fused.backends.model import SPLIT_PRODUCTS, product_work
 from ocnn_fused.backends.triton import fields, kernels
 from ocnn_fused.backends.triton.config import Config, compile_options, shipped, single_config
 from ocnn_fused.backends.triton.cooperative import (
@@ -75,6 +75,13 @@ class Target:
     @property
     def capability(self) -> tuple[int, int]:
         return divmod(int(self.name[3:]), 10)
+
+    @property
+    def device(self) -> str:
+        """One whose configurations it is compiled with."""
+        if not self.is_nvidia:
+            return "MI250"
+        return {"sm_80": "A100", "sm_90": "H100", "sm_100": "H100"}.get(self.name, "RTX 4090")
 
     @property
     def triton(self) -> GPUTarget:
@@ -113,15 +120,16 @@ class Bar:
     )
     programs: int = 2  # fewest that share a multiprocessor, by registers, shared memory and warps, with 64 x 64 tiles
     wide: float = 0.0  # smallest share of the bytes copied to shared memory that goes 16 bytes at a time
+    by_products: float | None = None  # most instructions where matrix instructions do the multiply-adds
 
 
 BARS = {
     "squares": Bar(),
     "evaluate": Bar(instructions=60),
     "gram": Bar(wide=0.4),
-    "mix": Bar(instructions=48),
-    "apply": Bar(wide=0.3),
-    "gather": Bar(instructions=45),
+    "mix": Bar(instructions=48, by_products=28),
+    "apply": Bar(wide=0.25),  # on sm_90 products in TF32 want planes that lie the other way round: 4 bytes at a time
+    "gather": Bar(instructions=45, by_products=22),
     "single": Bar(programs=1, wide=0.3),
 }
 
@@ -155,6 +163,8 @@ class Job:
 
     @property
     def wants_matrix_instructions(self) -> bool:
+        if self.kernel in ("mix", "gather"):
+            return bool(self.constants["BY_PRODUCTS"])
         return "PRECISION" in self.constants and (self.precision != "ieee" or not TARGETS[self.target].is_nvidia)
 
     @property
@@ -196,7 +206,7 @@ class Outcome:
 def jobs(targets: Sequence[str]) -> Iterator[Job]:
     """Every kernel that can be launched without asking for a configuration, each once."""
     for target in targets:
-        every = shipped(SPECS["A100" if TARGETS[target].is_nvidia else "MI250"])
+        every = shipped(SPECS[TARGETS[target].device])
         for precision, configs in every.items():
             yield Job("single", precision, single_config(configs), target)
             for config in configs:
@@ -205,21 +215,52 @@ def jobs(targets: Sequence[str]) -> Iterator[Job]:
         default = every["ieee"][0]
         yield from (Job(kernel, "ieee", default, target) for kernel in ("squares", "evaluate", "mix", "gather"))
         yield Job("gather", "ieee", default, target, adds=True)
-        yield from (Job("apply", precision, configs[0], target, adds=True) for precision, configs in every.items())
+        for precision, configs in every.items():
+            yield from (Job("apply", precision, config, target, adds=True) for config in configs)
         yield Job("evaluate", "bf16", default, target)
         if "tf32" in every:
-            yield from (Job(kernel, "tf32", default, target) for kernel in ("evaluate", "mix"))
+            yield from (Job(kernel, "tf32", every["tf32"][0], target) for kernel in ("evaluate", "mix"))
+            if every["tf32"][0].by_products:
+                yield from (Job("gather", "tf32", every["tf32"][0], target, adds) for adds in (False, True))
 
 
 def compile_job(job: Job) -> triton.compiler.CompiledKernel:
-    constants = job.constants
+    return _compile(job.function, job.constants, job)
+
+
+def _compile(function: triton.JITFunction, constants: dict[str, object], job: Job) -> triton.compiler.CompiledKernel:
     signature, attributes = {}, {}
-    for index, name in enumerate(job.function.arg_names):
+    for index, name in enumerate(function.arg_names):
         signature[name] = "constexpr" if name in constants else (_POINTERS | _NUMBERS).get(name, "i32")
         if name in _POINTERS:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=job.function, signature=signature, constexprs=constants, attrs=attributes)
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=TARGETS[job.target].triton, options=job.options)
+
+
+@triton.jit
+def mix_of_16_outputs(table, constants, tiles, workspace, partials, with_grad, factors, factor):
+    """What mix does in TF32 with a tile of a plan of up to 16 outputs, such as that of a 3x3 layer."""
+    kernels.mix_pair_by_products(table, constants, tiles, workspace, partials, with_grad, factors, factor, True, 16, 16)
+
+
+def _instructions_of_gather(sass: str) -> float:
+    """Of the loop with matrix instructions, for CHUNK multiply-adds of 25 planes: two rounds, of 16 planes each.
+
+    A round has 16 planes of 256 elements and 16 taps, shared by 128 threads.
+    """
+    rounds = [len(body) for body in loops(sass) if any(re.search(r"H\w*MMA", line) for line in body)]
+    return min(rounds, default=0) * 2 / (25 * 256 * 16 / fields.CHUNK.value / 128)
+
+
+def _instructions_of_mix(job: Job) -> float:
+    """All of the code for one tile of 13 outputs and its mirror image, which has no loop, per CHUNK multiply-adds.
+
+    As many of these as a plan counts: 13 outputs of each entry to 16 lags, and back.
+    """
+    sass = _machine_code(_compile(mix_of_16_outputs, {}, job))[1]
+    executed = sum(count for name, count in Counter(_INSTRUCTION.findall(sass)).items() if name != "NOP")
+    return executed / (2 * 16**2 * 16 * (13 + 13) / fields.CHUNK.value / (32 * job.warps))
 
 
 def check(job: Job) -> Outcome:
@@ -246,10 +287,10 @@ def check(job: Job) -> Outcome:
             outcome.problems.append("not one program fits on a multiprocessor")
         elif job.config.tile <= 64 and outcome.programs < bar.programs:
             outcome.problems.append(f"{outcome.programs} programs fit on a multiprocessor, wanted {bar.programs}")
-        if bar.instructions is not None and not 0 < outcome.instructions <= bar.instructions:
-            outcome.problems.append(
-                f"{outcome.instructions:.0f} instructions per tap, at most {bar.instructions} are wanted"
-            )
+        by_products = job.kernel in ("mix", "gather") and job.wants_matrix_instructions
+        most = bar.by_products if by_products else bar.instructions
+        if most is not None and not 0 < outcome.instructions <= most:
+            outcome.problems.append(f"{outcome.instructions:.0f} instructions per tap, at most {most} are wanted")
         if outcome.wide < bar.wide:
             outcome.problems.append(f"{outcome.wide:.0%} copied 16 bytes at a time, at least {bar.wide:.0%} are wanted")
     if outcome.stack:
@@ -334,12 +375,31 @@ def _check_matrix_instructions(outcome: Outcome, module: str) -> None:
     if shapes and shapes != {call.split()[1] for call in flow.static}:
         outcome.problems.append(f"matrix instructions {set(outcome.matrix)}, but {set(flow.static)} in LLVM IR")
     plans, weights, tables = _sample(job.precision, job.config)
-    work = [product_work(plan, job.config.tile, job.config.depth) for plan in plans]
-    stages = {"gram": (0,), "apply": (1,), "single": (0, 1)}[job.kernel]
+    work = [product_work(plan, job.config.tile, job.config.depth, job.config.wide) for plan in plans]
+    stages = {"gram": (0,), "apply": (1,), "single": (0, 1)}.get(job.kernel, ())
     expected = sum(of_plan[stage] for of_plan in work for stage in stages) * (3 if job.precision == "tf32x3" else 1)
+    if job.constants.get("BY_PRODUCTS"):
+        expected += split_work(tables, job.kernel)
     outcome.multiply_adds = _executed(flow, job, weights, tables)
     if outcome.multiply_adds != expected:
         outcome.problems.append(f"{outcome.multiply_adds} multiply-adds are executed, the plans have {expected}")
+
+
+def split_work(tables: Tables, stage: str) -> int:
+    """Multiply-adds that matrix instructions do in mix or gather.
+
+    mix: the sum of each tile with its mirror image and the difference, there and back. gather: of 256 elements.
+    """
+    begin, end = tables.stage(stage)
+    total = 0
+    for row in tables.tiles[begin:end, 0].tolist():
+        if stage == "mix":
+            size = int(tables.table[row + fields.M_SIZE.value])
+            total += 4 * size**2 * {16: 16, 32: 8}[size] ** 2
+        elif tables.table[row + fields.B_BY_PRODUCTS.value]:
+            planes, taps = (int(tables.table[row + at.value]) for at in (fields.B_PLANES, fields.B_PADDED_TAPS))
+            total += -(-planes // fields.CHUNK.value) * fields.CHUNK.value * taps * 256
+    return SPLIT_PRODUCTS * total
 
 
 def _executed(flow: ControlFlow, job: Job, weights: list[torch.Tensor], tables: Tables) -> int:
@@ -372,11 +432,7 @@ _INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_
 
 
 def _read_nvidia(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target: Target) -> None:
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _run("cuobjdump", "--dump-resource-usage", file.name)
-        sass = _run("cuobjdump", "-sass", file.name)
+    usage, sass = _machine_code(compiled)
     outcome.roundings = len(re.findall(r"and\.b32\s+%r\d+, %r\d+, -8192;", compiled.asm["ptx"]))
     numbers = dict(re.findall(r"(REG|STACK):(\d+)", usage))
     outcome.registers, outcome.stack = int(numbers["REG"]), int(numbers["STACK"])
@@ -384,8 +440,20 @@ def _read_nvidia(outcome: Outcome, compiled: triton.compiler.CompiledKernel, tar
     outcome.spills = sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL"))
     outcome.matrix = Counter({name: count for name, count in instructions.items() if re.match(target.matrix, name)})
     outcome.wide = _share_of_wide_copies(instructions)
-    if BARS[outcome.job.kernel].instructions is not None:
+    if outcome.job.kernel == "mix" and outcome.job.wants_matrix_instructions:
+        outcome.instructions = _instructions_of_mix(outcome.job)
+    elif outcome.job.kernel == "gather" and outcome.job.wants_matrix_instructions:
+        outcome.instructions = _instructions_of_gather(sass)
+    elif BARS[outcome.job.kernel].instructions is not None:
         outcome.instructions = instructions_per_tap(sass, worst=outcome.job.kernel == "mix")
+
+
+def _machine_code(compiled: triton.compiler.CompiledKernel) -> tuple[str, str]:
+    """What it uses of the hardware, and the instructions."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        return _run("cuobjdump", "--dump-resource-usage", file.name), _run("cuobjdump", "-sass", file.name)
 
 
 def _share_of_wide_copies(instructions: Counter[str]) -> float:
@@ -403,15 +471,20 @@ def instructions_per_tap(sass: str, worst: bool = False) -> float:
 
     evaluate and gather have loops of other kinds, which copy; mix has one for each of MIX_SIZES and direction.
     """
-    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)]
     found = []
+    for body in loops(sass):
+        chunks = sum(2 if "FFMA2" in line else "FFMA" in line for line in body) / fields.CHUNK.value
+        found += [len(body) / chunks] if chunks >= 1 else []
+    return (max if worst else min)(found, default=0.0)
+
+
+def loops(sass: str) -> Iterator[list[str]]:
+    """The instructions of each, those of loops within included."""
+    code = [(int(address, 16), text) for address, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)]
     for end, text in code:
         jump = re.search(r"\bBRA\b.*?0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < end:
-            body = [line for address, line in code if int(jump[1], 16) <= address <= end]
-            chunks = sum(2 if "FFMA2" in line else "FFMA" in line for line in body) / fields.CHUNK.value
-            found += [len(body) / chunks] if chunks >= 1 else []
-    return (max if worst else min)(found, default=0.0)
+            yield [line for address, line in code if int(jump[1], 16) <= address <= end]
 
 
 def _read_amd(outcome: Outcome, compiled: triton.compiler.CompiledKernel, target: Target) -> None:
@@ -433,7 +506,7 @@ def row(outcome: Outcome) -> str:
     """Of the table."""
     job = outcome.job
     matrix = ", ".join(f"{count} {name}" for name, count in outcome.matrix.most_common(2)) or "-"
-    tile = f"{job.config.tile}x{job.config.tile}x{job.config.depth}"
+    tile = f"{job.config.tile}x{job.config.wide or job.config.tile}x{job.config.depth}"
     return (
         f"| {job.target} | {job.kernel} | {job.precision} | {tile} | {job.warps} | {outcome.registers} "
         f"| {outcome.stack} | {outcome.spills} | {outcome.scalar_spills} | {outcome.shared} "

@@ -79,6 +79,16 @@ class DeviceSpec:
         return hash(self.name)
 
     @property
+    def has_wide_tiles(self) -> bool:
+        """Whether products are so fast, next to the L2 cache, that their tiles are made wider."""
+        return self.name == "H100"
+
+    @property
+    def has_fast_products(self) -> bool:
+        """Whether TF32 products, three of them for one in float32, are much faster than multiply-adds outside."""
+        return self.matmul.get("tf32", 0.0) > 6 * self.elementwise
+
+    @property
     def is_amd(self) -> bool:
         return self.name.startswith("MI")
 

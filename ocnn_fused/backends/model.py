@@ -22,7 +22,14 @@ from .device import DeviceSpec
 #: (33, 29 and 31, counted by `make gpu-check` for sm_80 to sm_90 with triton 3.7) and, estimated, those that round and
 #: store the results, shared out among them.
 INSTRUCTIONS = {"evaluate": 52.0, "mix": 42.0, "gather": 40.0}
+#: The same with matrix instructions, for as many multiply-adds. mix then has no loop, and all are counted: 19.6 for
+#: sm_80, 17.1 for sm_90. The inner loop of gather has 18 and 13, to which come as many as without.
+BY_PRODUCTS = {"mix": 20.0, "gather": 27.0}
+BY_PRODUCTS_HOPPER = {"mix": 17.5, "gather": 22.0}
 CHUNK = 16
+#: Products of high and low bits that mix and gather then make of one; mix only of at most MIXED_BY_PRODUCTS outputs.
+SPLIT_PRODUCTS = 3
+MIXED_BY_PRODUCTS = 32
 
 
 @dataclass(frozen=True)
@@ -35,15 +42,25 @@ class Stage:
     bytes: int  # each operand once
     carried: int = 0  # of these, what the stage before has written
     read_again: int = 0  # bytes that tiles of products read, each operand once per tile
+    per_chunk: float = 2.0 * CHUNK  # instructions of a thread for CHUNK elementwise multiply-adds
 
 
 def stages(
-    plan: Plan, precision: Precision = "tf32", with_grad: bool = True, weight_bytes: int = 4, accumulate: bool = False
+    plan: Plan,
+    precision: Precision = "tf32",
+    with_grad: bool = True,
+    weight_bytes: int = 4,
+    accumulate: bool = False,
+    spec: DeviceSpec | None = None,
 ) -> list[Stage]:
-    """Work of the stages that a GPU backend runs for a plan, skipped ones left out.
+    """Work of the stages that a GPU backend runs for a plan, skipped ones left out; some depend on the device.
 
     With ``accumulate`` gradients are added to what is there, which is read as well.
     """
+    wide_tiles = spec is not None and spec.has_wide_tiles
+    by_products = spec is not None and spec.has_fast_products and precision == "tf32"
+    # Hopper's matrix instructions of as few columns are taken to reach half of the rate.
+    parts, per_product = (2 * SPLIT_PRODUCTS, BY_PRODUCTS_HOPPER) if wide_tiles else (SPLIT_PRODUCTS, BY_PRODUCTS)
     item = 2 if precision == "bf16" else 4
     weights = plan.groups * plan.rows * plan.channels * prod(axis.taps for axis in plan.axes)
     grads = weights * weight_bytes * (2 if accumulate else 1)
@@ -58,22 +75,32 @@ def stages(
     planes = sum(elements * block.planes * block.residues for block in plan.blocks)
     outputs = 4 * area * plan.outputs
     gram, apply = product_work(plan)
-    again = 2 * item * gram // tile_side(plan), (item + 4) * apply // tile_side(plan)
+    rows, columns = tile_sides(plan, wide_tiles)
+    again = item * gram // rows + item * gram // columns, item * apply // rows + 4 * apply // columns
     diagonal = plan.is_diagonal
     work = []
     if not plan.is_flat or precision == "tf32":  # there no weight is its own plane: operands are rounded
         made = 0 if diagonal else sum(elements * b.residues * b.taps * _padded(b.planes) for b in plan.blocks)
-        work.append(Stage("evaluate", 0, made, weights * weight_bytes + planes * item))
+        moved = weights * weight_bytes + planes * item
+        work.append(Stage("evaluate", 0, made, moved, per_chunk=INSTRUCTIONS["evaluate"]))
     work.append(Stage("gram", gram, 0, planes * item + outputs, planes * item if work else 0, again[0]))
     if not diagonal:
         mixed = area * _padded(plan.outputs) * (plan.outputs + (lags if with_grad else 0))
-        work.append(Stage("mix", 0, mixed, outputs * (2 if with_grad else 1), outputs))
+        split, per_chunk = 0, INSTRUCTIONS["mix"]
+        if by_products and plan.outputs <= MIXED_BY_PRODUCTS:
+            split = parts * area * _padded(plan.outputs) ** 2 * (2 if with_grad else 1)
+            per_chunk = per_product["mix"]
+        work.append(Stage("mix", split, mixed, outputs * (2 if with_grad else 1), outputs, per_chunk=per_chunk))
     if with_grad:
         in_place = grads if plan.is_flat else planes * 4
         work.append(Stage("apply", apply, 0, outputs + planes * item + in_place, outputs, again[1]))
         if not plan.is_flat:
             gathered = 0 if diagonal else sum(elements * b.residues * b.planes * _padded(b.taps) for b in plan.blocks)
-            work.append(Stage("gather", 0, gathered, grads + planes * 4, planes * 4))
+            split, per_chunk = 0, INSTRUCTIONS["gather"]
+            if by_products and gathered and plan.side == "row":  # columns lie the other way round
+                split = parts * sum(elements * b.residues * _padded(b.planes) * _padded(b.taps) for b in plan.blocks)
+                per_chunk = per_product["gather"]
+            work.append(Stage("gather", split, gathered, grads + planes * 4, planes * 4, per_chunk=per_chunk))
     return work
 
 
@@ -88,22 +115,39 @@ TILE_SIDE, TILE_DEPTH = 64, 32
 LARGE_TILE_SIDE = 128
 
 
-def tile_side(plan: Plan) -> int:
-    return LARGE_TILE_SIDE if plan.work_rows >= LARGE_TILE_SIDE else TILE_SIDE
+#: Columns of the tiles that some devices make wider, where there are as many.
+WIDE_TILE = 256
 
 
-def product_work(plan: Plan, tile_side: int = TILE_SIDE, tile_depth: int = TILE_DEPTH) -> tuple[int, int]:
-    """Multiply-adds of gram, of symmetric outputs only tiles on and above the diagonal, and of apply."""
+def tile_sides(plan: Plan, wide_tiles: bool) -> tuple[int, int]:
+    """Rows and columns of the tiles of most products."""
+    narrowest = min(plan.work_rows, *(plan.contraction(product) for product in plan.products))
+    if wide_tiles and not plan.is_diagonal and narrowest >= WIDE_TILE:
+        return LARGE_TILE_SIDE, WIDE_TILE
+    side = LARGE_TILE_SIDE if plan.work_rows >= LARGE_TILE_SIDE else TILE_SIDE
+    return side, side
+
+
+def product_work(
+    plan: Plan, tile_side: int = TILE_SIDE, tile_depth: int = TILE_DEPTH, tile_width: int = 0
+) -> tuple[int, int]:
+    """Multiply-adds of gram, of symmetric outputs only tiles on and above the diagonal, and of apply.
+
+    ``tile_width``, if not 0, is that of tiles of which nothing but the product is wanted.
+    """
     gram = apply = 0
     across = -(-plan.work_rows // tile_side)
+    width = tile_side if plan.is_diagonal or not tile_width else tile_width
     for product in plan.products:
         length = plan.contraction(product)
-        steps = -(-length // tile_depth) * tile_depth * tile_side**2
-        symmetric = plan.self_paired[product.out]
-        gram += plan.groups * steps * (across * (across + 1) // 2 if symmetric else across**2)
+        steps = -(-length // tile_depth) * tile_depth * tile_side
+        if symmetric := plan.self_paired[product.out]:
+            gram += plan.groups * steps * across * (across + 1) // 2 * tile_side
+        else:
+            gram += plan.groups * steps * across * -(-plan.work_rows // width) * width
         side = -(-plan.work_rows // tile_depth) * tile_depth
-        along = -(-length // tile_side)
-        apply += plan.groups * side * across * along * tile_side**2 * (1 if symmetric else 2)
+        along = -(-length // width) * width
+        apply += plan.groups * side * across * tile_side * along * (1 if symmetric else 2)
     return gram, apply
 
 
@@ -118,8 +162,7 @@ def workspace_bytes(plan: Plan, precision: Precision = "tf32", with_grad: bool =
 
 def needs(work: Sequence[Stage], spec: DeviceSpec, precision: Precision) -> dict[str, float]:
     """Seconds that one launch, a stage of some layers, would take for each thing it needs, were that all it needs."""
-    per_chunk = INSTRUCTIONS.get(work[0].name, 2.0 * CHUNK)
-    instructions = sum(stage.elementwise for stage in work) * per_chunk / CHUNK
+    instructions = sum(stage.elementwise * stage.per_chunk for stage in work) / CHUNK
     found = min(spec.l2_bytes // 2, sum(stage.carried for stage in work))
     return {
         "products": sum(stage.products for stage in work) / (spec.matmul[precision] * spec.efficiency),
@@ -135,7 +178,7 @@ def launches(
     """What each stage of a list needs, by the stage's name: see :func:`needs`."""
     by_name: dict[str, list[Stage]] = {}
     for plan in plans:
-        for stage in stages(plan, precision, with_grad, accumulate=accumulate):
+        for stage in stages(plan, precision, with_grad, accumulate=accumulate, spec=spec):
             by_name.setdefault(stage.name, []).append(stage)
     return {name: needs(work, spec, precision) for name, work in by_name.items()}
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from ...problem import Launch, Options, Precision
 from .. import pytorch
 from ..device import Device, asked_precision, spec_of
 from ..job import Epilogue, Executable, Job, is_bilinear, joined
-from ..model import plan_seconds
+from ..model import plan_seconds, product_work
 from ..rounding import is_accurate
 from .availability import unavailable_reason
 from .config import LARGE_TILES, MIX_SIZES, Config, choose_config, prefer_single, shipped, single_config
@@ -113,7 +113,7 @@ def grouped(sizes: Sequence[int]) -> list[list[int]]:
 
 def workspace_limit() -> int:
     """Bytes of workspace that a pass may take: ``OCNN_FUSED_WORKSPACE_MB``, unless one layer alone needs more."""
-    text = os.environ.get("OCNN_FUSED_WORKSPACE_MB") or "128"
+    text = os.environ.get("OCNN_FUSED_WORKSPACE_MB") or "160"
     try:
         megabytes = float(text)
     except ValueError:
@@ -168,4 +168,15 @@ def config_for(plans: Sequence[Plan], precision: Precision, device: torch.device
     spec = spec_of(device)
     tiles = sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.tile)) ** 2 for plan in plans)
     configs = shipped(spec)[precision]
-    return tuned_config(device, precision, plans) or choose_config(configs, tiles, spec.multiprocessors)
+    padding = _wide_padding(tuple(plans), configs[-1]) if configs[-1].wide else 0.0
+    return tuned_config(device, precision, plans) or choose_config(configs, tiles, spec.multiprocessors, padding)
+
+
+@lru_cache(maxsize=64)
+def _wide_padding(plans: tuple[Plan, ...], config: Config) -> float:
+    """Share of multiply-adds that wide tiles add to those of square ones."""
+    square, wide = (
+        sum(sum(product_work(plan, config.tile, config.depth, width)) for plan in plans if not plan.small)
+        for width in (config.tile, config.wide)
+    )
+    return wide / square - 1 if square else 0.0

@@ -16,12 +16,15 @@ from ..model import plan_seconds
 class Config:
     """Tile sizes of one launch; all are compile-time constants of the kernels.
 
-    ``tile`` x ``tile`` entries of a product are one work item, over ``depth`` of the contraction at a time. evaluate
+    ``tile`` x ``tile`` entries of a product are one work item, over ``depth`` of the contraction at a time; ``tile`` x
+    ``wide``, unless that is 0, where nothing but the product is to be done. evaluate
     takes ``rows`` x ``columns`` elements with all their taps, gather ``rows`` x ``gathered_columns``: with more of them
     a thread has more sums to a coefficient, and fewer registers left. Tiny groups and the loss take ``lanes`` entries.
+    ``by_products``: in TF32 mix and gather use matrix instructions too, on high and low bits.
     """
 
     tile: int = 64
+    wide: int = 0
     depth: int = 32
     warps: int = 4
     stages: int = 3
@@ -29,10 +32,12 @@ class Config:
     columns: int = 128
     gathered_columns: int = 64
     lanes: int = 128
+    by_products: bool = False
 
 
 SMALL_TILES = Config()
 LARGE_TILES = Config(tile=128, warps=8, stages=2)
+WIDE_TILES = Config(tile=128, wide=256, depth=16, warps=8, stages=3)
 
 #: Every configuration that is ever chosen without being asked for, per precision, as `make gpu-check` found them to be
 #: free of spills on every architecture. Products in (nearly) full float32 hold more operands in registers, so their
@@ -45,6 +50,20 @@ SHIPPED: dict[Precision, tuple[Config, ...]] = {
     "bf16": (SMALL_TILES, LARGE_TILES),
 }
 
+#: Where matrix instructions are many times faster than others, mix and gather use them as well.
+SHIPPED_BY_PRODUCTS: dict[Precision, tuple[Config, ...]] = {
+    **SHIPPED,
+    "tf32": tuple(replace(config, by_products=True) for config in SHIPPED["tf32"]),
+}
+
+#: With the product rate of sm_90 tiles also wait for the L2 cache: wide ones read a quarter less. They need more shared
+#: memory than sm_86, sm_89 and sm_120 have.
+SHIPPED_HOPPER: dict[Precision, tuple[Config, ...]] = {
+    **SHIPPED,
+    "tf32": (*SHIPPED_BY_PRODUCTS["tf32"], replace(WIDE_TILES, by_products=True)),
+    "bf16": (*SHIPPED["bf16"], WIDE_TILES),
+}
+
 #: The same for AMD, where `ieee` is done by matrix instructions.
 SHIPPED_AMD: dict[Precision, tuple[Config, ...]] = {
     "ieee": (Config(depth=16),),
@@ -55,12 +74,15 @@ SHIPPED_AMD: dict[Precision, tuple[Config, ...]] = {
 def shipped(spec: DeviceSpec) -> dict[Precision, tuple[Config, ...]]:
     """The device's configurations, by precision.
 
-    With triton 3.3 large tiles are shallower on NVIDIA, where apply would spill.
+    With triton 3.3 large tiles are shallower on NVIDIA, where apply would spill, and there are neither wide ones nor
+    matrix instructions in mix and gather.
     """
     if spec.is_amd:
         return SHIPPED_AMD
     if not _spills_early():
-        return SHIPPED
+        if spec.has_wide_tiles:
+            return SHIPPED_HOPPER
+        return SHIPPED_BY_PRODUCTS if spec.has_fast_products else SHIPPED
     return {
         precision: tuple(replace(config, depth=16) if config.tile > 64 else config for config in configs)
         for precision, configs in SHIPPED.items()
@@ -91,9 +113,9 @@ def compile_options(kernel: str, config: Config, capability: tuple[int, int] | N
         if kernel == "apply" and capability in _LITTLE_SHARED:
             options["num_stages"] = min(2, config.stages)  # else one program would take the shared memory of two
     elif capability is not None and kernel == "mix":
-        # Bound by memory, the stage needs programs in flight: with so few registers three share a multiprocessor. On
-        # sm_80, sm_100 and sm_120 it would spill, and two share one.
-        options["maxnreg"] = 208 if capability in ((8, 0), (10, 0), (12, 0)) or _spills_early() else 168
+        # Bound by memory, the stage needs programs in flight: with so few registers three share a multiprocessor where
+        # it does not spill, elsewhere two.
+        options["maxnreg"] = 168 if capability in ((8, 6), (8, 9)) and not _spills_early() else 255
     if kernel == "single":
         options["launch_cooperative_grid"] = True
     return options
@@ -120,12 +142,22 @@ def single_config(configs: tuple[Config, ...]) -> Config:
     return replace(configs[0], depth=16, stages=2, warps=8 if _spills_early() else configs[0].warps)
 
 
-def choose_config(configs: tuple[Config, ...], large_tiles: int, multiprocessors: int) -> Config:
+def choose_config(
+    configs: tuple[Config, ...], large_tiles: int, multiprocessors: int, wide_padding: float = 0.0
+) -> Config:
     """Large tiles move fewer bytes per product; they are taken when two of them per multiprocessor keep all busy.
 
-    ``large_tiles`` counts the work items that the gram stage would have with the largest configuration.
+    ``large_tiles`` counts the work items that the gram stage would have with them; a wide tile is two of them.
+    ``wide_padding`` is the share of multiply-adds that wide tiles would add, in columns that are not there.
     """
-    return configs[-1] if large_tiles >= 2 * multiprocessors else configs[0]
+    if large_tiles < 2 * multiprocessors:
+        return configs[0]
+    wide = configs[-1].wide and large_tiles >= 3 * multiprocessors and wide_padding <= MOST_PADDING
+    return configs[-1] if wide or len(configs) < 3 else configs[1]
+
+
+#: Most of the multiply-adds that wide tiles may add, for a quarter of the reads from the L2 cache.
+MOST_PADDING = 0.05
 
 
 #: Launches that the single kernel saves: four of at most five.

@@ -13,8 +13,8 @@ import triton.language as tl
 # Dtypes of weights and gradients.
 FLOAT32, FLOAT16, BFLOAT16 = map(tl.constexpr, range(3))
 
-# What the gram stage does with a finished tile.
-STORE, RESIDUAL_ZERO, RESIDUAL_LAG, SMALL = map(tl.constexpr, range(4))
+# What gram and apply do with a finished tile; STORE_WIDE: one of more columns than rows, with planes in the workspace.
+STORE_WIDE, STORE, RESIDUAL_ZERO, RESIDUAL_LAG, SMALL = map(tl.constexpr, range(5))
 
 # Which gradients are wanted: none, as they are, or times a number for each weight.
 NO_GRAD, PLAIN_GRAD, SCALED = map(tl.constexpr, range(3))
@@ -53,6 +53,7 @@ class BlockRow(NamedTuple):
     matrix: int  # index in the constants of the evaluation matrix, zero-padded to multiples of CHUNK
     transposed_matrix: int  # of the same matrix tap by tap
     identity: int
+    by_products: int  # gather may use matrix instructions, if it is compiled with them
     planes_bytes: int
     gradients_bytes: int
     plane_stride: int
@@ -107,7 +108,7 @@ class MixRow(NamedTuple):
 class GradientRow(NamedTuple):
     """The gradient of one plane of one group, for apply: the sum over the terms ``[first, last)``."""
 
-    small: int
+    kind: int  # STORE or STORE_WIDE
     weight: int  # whose gradient it is a part of
     in_grads: int  # written straight into the weight's gradient
     target_bytes: int

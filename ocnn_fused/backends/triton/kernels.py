@@ -92,14 +92,19 @@ def gradient_factor(weight, with_grad, factors, factor):
 
 
 @triton.jit
+def nearest_in_tf32(values):
+    """To the nearest number that a TF32 product takes, away from zero between two; NaN may become zero."""
+    return ((values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def rounded_to_tf32(values):
     """To the nearest number that a TF32 product takes, away from zero between two; NaN stays NaN.
 
     Matrix instructions drop the low 13 bits of their operands, an error twice as large and always towards zero. So
     whatever they multiply is rounded where it is stored. NaN would become zero: its bits are all ones on a GPU.
     """
-    nearest = (values.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
-    return tl.where(values == values, nearest.to(tl.float32, bitcast=True), values)
+    return tl.where(values == values, nearest_in_tf32(values), values)
 
 
 @triton.jit
@@ -108,6 +113,24 @@ def as_operand(values, PLANE: tl.constexpr, TF32: tl.constexpr):
     if TF32:
         values = rounded_to_tf32(values)
     return values.to(PLANE)
+
+
+@triton.jit
+def high_bits(values):
+    """What a TF32 product takes of float32 values; it would drop the rest itself."""
+    return (values.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def split_product(left, right, total):
+    """``total + A B`` of float32 matrices, with an error of about 2**-21 of the terms; that of TF32 is 2**-11.
+
+    Three TF32 products of high and low bits; that of both low parts would be below the error.
+    """
+    left_high, right_high = high_bits(left), high_bits(right)
+    total = tl.dot(high_bits(left - left_high), right_high, total, input_precision="tf32")
+    total = tl.dot(left_high, high_bits(right - right_high), total, input_precision="tf32")
+    return tl.dot(left_high, right_high, total, input_precision="tf32")
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -257,6 +280,63 @@ def gather_tile(
         store_float(grad, first_element, places, tl.permute(values, (1, 2, 0)), mask, dtype, ADDS)
 
 
+@triton.jit
+def gather_tile_by_products(
+    table, constants, tile, workspace, grads, targets, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr
+):
+    """The same by matrix instructions, of planes whose channels are neighbours and begin on a boundary."""
+    block = table + tl.load(tile + fields.I_ROW)
+    group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
+    rows, channels, planes, taps, padded_taps, _identity, dtype, plane_stride = block_sizes(block)
+    matrix = constants + aligned_stride(tl.load(block + fields.B_MATRIX))
+    tap_offsets = table + tl.load(block + fields.B_GRAD_TAP_OFFSETS) + residue * padded_taps
+    padded_taps = aligned_stride(padded_taps)
+    plane_stride = aligned_stride(plane_stride)
+    row_stride = aligned_stride(tl.load(block + fields.B_PLANE_ROW_STRIDE))
+    source = aligned(workspace.to(tl.int64) + tl.load(block + fields.B_GRADIENTS_BYTES), tl.float32)
+    source += group * aligned_stride(tl.load(block + fields.B_GROUP_STRIDE)) + row * row_stride
+    source += aligned_stride(residue * channels) + channel
+    offsets = tl.arange(0, ROWS)[:, None] * row_stride.to(tl.int32) + tl.arange(0, COLUMNS)[None, :]
+    read = inside_tile(row, rows, channel, padded(channels), ROWS, COLUMNS)[None, :, :]
+
+    grad = gradient_base(tl.load(block + fields.B_WEIGHT), grads, targets, ADDS)
+    grad += tl.load(block + fields.B_GRAD_BYTES)
+    grad_row_stride = tl.load(block + fields.B_GRAD_ROW_STRIDE)
+    grad_channel_stride = tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
+    inside = inside_tile(row, rows, channel, channels, ROWS, COLUMNS)
+    first_element = (group * rows + row) * grad_row_stride + channel * grad_channel_stride
+    elements = offsets_within(grad_row_stride, grad_channel_stride, ROWS, COLUMNS)
+
+    lane = tl.arange(0, fields.CHUNK)
+    for first in range(0, taps, fields.CHUNK):
+        total = tl.zeros((ROWS * COLUMNS, fields.CHUNK), tl.float32)
+        for start in tl.range(0, planes, fields.CHUNK, num_stages=1):  # buffers would take registers
+            # The last plane stands for those that are not there: the matrix has zeros for them.
+            plane = tl.minimum(start + lane, planes - 1) * plane_stride
+            taken = tl.load((source + plane)[:, None, None] + offsets[None, :, :], mask=read, other=0.0)
+            taken = tl.trans(tl.reshape(taken, (fields.CHUNK, ROWS * COLUMNS)))
+            factors = tl.load(matrix + (start + lane)[:, None] * padded_taps + (first + lane)[None, :])
+            total = split_product(taken, factors, total)
+        tap = tl.load(tap_offsets + first + lane)
+        mask = (tap >= 0)[None, None, :] & inside[:, :, None]
+        places = elements[:, :, None] + tap.to(tl.int32)[None, None, :]
+        store_float(grad, first_element, places, tl.reshape(total, (ROWS, COLUMNS, fields.CHUNK)), mask, dtype, ADDS)
+
+
+@triton.jit
+def gather_any(
+    table, constants, tile, workspace, grads, targets,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr, BY_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    if BY_PRODUCTS:
+        if tl.load(table + tl.load(tile + fields.I_ROW) + fields.B_BY_PRODUCTS) != 0:
+            gather_tile_by_products(table, constants, tile, workspace, grads, targets, ROWS, COLUMNS, ADDS)
+        else:
+            gather_tile(table, constants, tile, workspace, grads, targets, ROWS, COLUMNS, ADDS)
+    else:
+        gather_tile(table, constants, tile, workspace, grads, targets, ROWS, COLUMNS, ADDS)
+
+
 # ----------------------------------------------------------------------------------------------------------------------
 # Targets: what the diagonal of lag 0 is compared with
 # ----------------------------------------------------------------------------------------------------------------------
@@ -313,19 +393,20 @@ def compare(entries, on_diagonal, target, value):
 @triton.jit
 def gram_rows(
     left, right, stride, length, side, i, j, total,
-    PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """``total + V V'^T`` of planes stored (side, contraction), for rows from ``i`` and from ``j`` on."""
+    """``total + V V'^T`` of planes stored (side, contraction), for TILE rows from ``i`` and WIDTH from ``j`` on."""
     columns = padded(length).to(tl.int32)
-    row, depth = tl.arange(0, TILE), tl.arange(0, DEPTH)
-    offsets = row[:, None] * stride.to(tl.int32) + depth[None, :]
-    left_inside, right_inside = (row < (side - i).to(tl.int32))[:, None], (row < (side - j).to(tl.int32))[:, None]
+    row, other, depth = tl.arange(0, TILE), tl.arange(0, WIDTH), tl.arange(0, DEPTH)
+    left_offsets = row[:, None] * stride.to(tl.int32) + depth[None, :]
+    right_offsets = other[:, None] * stride.to(tl.int32) + depth[None, :]
+    left_inside, right_inside = (row < (side - i).to(tl.int32))[:, None], (other < (side - j).to(tl.int32))[:, None]
     left += i * stride
     right += j * stride
     for start in range(0, length.to(tl.int32), DEPTH):
         inside = (depth < columns - start)[None, :]
-        a = tl.load(left + start + offsets, mask=left_inside & inside, other=0.0)
-        b = tl.load(right + start + offsets, mask=right_inside & inside, other=0.0)
+        a = tl.load(left + start + left_offsets, mask=left_inside & inside, other=0.0)
+        b = tl.load(right + start + right_offsets, mask=right_inside & inside, other=0.0)
         total = tl.dot(a, tl.trans(b), total, input_precision=PRECISION)
     return total
 
@@ -377,7 +458,7 @@ def gram_tile(
         if transposed != 0:
             total = gram_columns(left, right, stride, length, side, i, j, total, PRECISION, TILE, DEPTH)
         else:
-            total = gram_rows(left, right, stride, length, side, i, j, total, PRECISION, TILE, DEPTH)
+            total = gram_rows(left, right, stride, length, side, i, j, total, PRECISION, TILE, TILE, DEPTH)
 
     mirrored = (tl.load(output + fields.O_SYMMETRIC) != 0) & (first_tile != second_tile)
     stored = with_grad != 0
@@ -404,6 +485,31 @@ def gram_tile(
         if mirrored:
             mask = inside_tile(j, side, i, columns, TILE, TILE)
             tl.store(target + (j * stride + i) + offsets, tl.trans(total), mask=mask)
+
+
+@triton.jit
+def gram_wide_tile(
+    table, tile, workspace,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """``X_o = sum V_l V_r^T`` that is neither symmetric nor a lag: larger tiles, which leave no registers for more."""
+    output = table + tl.load(tile + fields.I_ROW)
+    i = tl.load(tile + fields.I_FIRST).to(tl.int64) * TILE
+    j = tl.load(tile + fields.I_SECOND).to(tl.int64) * WIDTH
+    side = tl.load(output + fields.O_SIDE)
+    total = tl.zeros((TILE, WIDTH), tl.float32)
+    base = workspace.to(tl.int64)
+    for product in range(tl.load(output + fields.O_FIRST), tl.load(output + fields.O_LAST), fields.P_WIDTH):
+        left = aligned(base + tl.load(table + product + fields.P_LEFT_BYTES), PLANE)
+        right = aligned(base + tl.load(table + product + fields.P_RIGHT_BYTES), PLANE)
+        stride = aligned_stride(tl.load(table + product + fields.P_ROW_STRIDE))
+        length = tl.load(table + product + fields.P_LENGTH)
+        total = gram_rows(left, right, stride, length, side, i, j, total, PRECISION, TILE, WIDTH, DEPTH)
+    stride = aligned_stride(tl.load(output + fields.O_ROW_STRIDE))
+    target = aligned(base + tl.load(output + fields.O_OUTPUT_BYTES), tl.float32)
+    offsets = tl.arange(0, TILE)[:, None] * stride.to(tl.int32) + tl.arange(0, WIDTH)[None, :]
+    mask = inside_tile(i, side, j, padded(side), TILE, WIDTH)
+    tl.store(target + (i * stride + j) + offsets, total, mask=mask)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -509,13 +615,108 @@ def mix_pair(
 
 
 @triton.jit
-def mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32: tl.constexpr):
+def mix_product(values, matrix, rows, scale, ENTRIES: tl.constexpr, SIZE: tl.constexpr):
+    """``X M^T`` of ``(ENTRIES, SIZE)`` values and a matrix stored column by column; ``rows`` says in which order."""
+    factors = tl.load(matrix + rows[:, None] * SIZE + tl.arange(0, SIZE)[None, :])
+    return split_product(values, factors * scale, tl.zeros((ENTRIES, SIZE), tl.float32))
+
+
+@triton.jit
+def in_operand_order(values, ENTRIES: tl.constexpr, SIZE: tl.constexpr):
+    """Columns in the order in which the threads that hold a product's sums would hold an operand: none is moved.
+
+    Of eight neighbouring columns a thread has 2 t and 2 t + 1 in the sums, but t and t + 4 of an operand.
+    """
+    parts = tl.permute(tl.reshape(values, (ENTRIES, SIZE // 8, 4, 2)), (0, 1, 3, 2))
+    return tl.reshape(parts, (ENTRIES, SIZE))
+
+
+@triton.jit
+def mix_pair_by_products(
+    table, constants, tile, workspace, partials, with_grad, factors, factor,
+    TF32: tl.constexpr, SIZE: tl.constexpr, SIDE: tl.constexpr,
+):  # fmt: skip
+    """What :func:`mix_pair` does, with half of its instructions: by matrix instructions, and without going to memory.
+
+    Where products are rounded to TF32 anyway.
+    """
+    ENTRIES: tl.constexpr = SIDE * SIDE
+    row = table + tl.load(tile + fields.I_ROW)
+    first_tile = tl.load(tile + fields.I_FIRST).to(tl.int64)
+    second_tile = tl.load(tile + fields.I_SECOND).to(tl.int64)
+    mirrored = first_tile != second_tile
+    side = tl.load(row + fields.M_SIDE)
+    count = tl.load(row + fields.M_OUTPUTS)
+    matrix = constants + aligned_stride(tl.load(row + fields.M_MATRICES))
+    stride = aligned_stride(tl.load(row + fields.M_ROW_STRIDE))
+    outputs = aligned(workspace.to(tl.int64) + tl.load(row + fields.M_OUTPUTS_BYTES), tl.float32)
+    lane, place = tl.arange(0, SIZE), tl.arange(0, SIDE)
+    i, j = first_tile * SIDE, second_tile * SIDE
+    offsets = (place[:, None] * stride.to(tl.int32) + place[None, :])[None, :, :]
+    here_mask = inside_tile(i, side, j, padded(side), SIDE, SIDE)[None, :, :]
+    there_mask = inside_tile(j, side, i, padded(side), SIDE, SIDE)[None, :, :]
+    # The last output stands for those that are not there: the matrices have zeros for them.
+    output = tl.minimum(lane, count - 1) * aligned_stride(tl.load(row + fields.M_OUTPUT_STRIDE))
+    here = (outputs + (i * stride + j) + output)[:, None, None] + offsets
+    there = (outputs + (j * stride + i) + output)[:, None, None] + offsets
+
+    x = tl.load(here, mask=here_mask, other=0.0)
+    y = tl.permute(tl.load(there, mask=there_mask, other=0.0), (0, 2, 1))
+    symmetric = tl.trans(tl.reshape(x + y, (SIZE, ENTRIES)))
+    antisymmetric = tl.trans(tl.reshape(x - y, (SIZE, ENTRIES)))
+    symmetric = mix_product(symmetric, matrix, lane, 1.0, ENTRIES, SIZE)
+    antisymmetric = mix_product(antisymmetric, matrix + SIZE * SIZE, lane, 1.0, ENTRIES, SIZE)
+    if first_tile == second_tile:
+        entry = tl.arange(0, ENTRIES)
+        on_diagonal = (entry // SIDE == entry % SIDE) & (entry // SIDE < (side - i).to(tl.int32))
+        target = table + tl.load(row + fields.M_TARGET)
+        value = target_value(target, partials)
+        symmetric = compare(symmetric, on_diagonal[:, None] & (lane == 0)[None, :], target, value)
+    weight = tl.where(lane == 0, 2.0, 4.0) * tl.where(mirrored, 1.0, 0.5)
+    loss = tl.sum(tl.sum(symmetric * symmetric + antisymmetric * antisymmetric, 0) * weight)
+    tl.store(partials + tl.load(tile + fields.I_SLOT), loss)
+    if with_grad != 0:
+        # Twice, since the adjoint matrices are halved for the sum of two residuals, which is twice rs.
+        scale = 2.0 * gradient_factor(tl.load(row + fields.M_WEIGHT), with_grad, factors, factor)
+        lag = lane // 8 * 8 + lane % 4 * 2 + lane // 4 % 2
+        symmetric = in_operand_order(symmetric, ENTRIES, SIZE)
+        antisymmetric = in_operand_order(antisymmetric, ENTRIES, SIZE)
+        symmetric = mix_product(symmetric, matrix + 2 * SIZE * SIZE, lag, scale, ENTRIES, SIZE)
+        antisymmetric = mix_product(antisymmetric, matrix + 3 * SIZE * SIZE, lag, scale, ENTRIES, SIZE)
+        # Nothing is overwritten before all threads have read it.
+        tl.debug_barrier()
+        exists = (lane < count)[:, None, None]
+        image = symmetric + antisymmetric
+        mirror = symmetric - antisymmetric
+        if TF32:
+            # One question for all of them instead of one each: no gradient of so small a loss is NaN or infinite.
+            is_small = loss * scale * scale < 1e30
+            if is_small:
+                image = nearest_in_tf32(image)
+                mirror = nearest_in_tf32(mirror)
+        tl.store(here, tl.reshape(tl.trans(image), (SIZE, SIDE, SIDE)), mask=exists & here_mask)
+        if mirrored:
+            turned = tl.permute(tl.reshape(tl.trans(mirror), (SIZE, SIDE, SIDE)), (0, 2, 1))
+            tl.store(there, turned, mask=exists & there_mask)
+
+
+@triton.jit
+def mix_tile(
+    table, constants, tile, workspace, partials, with_grad, factors, factor,
+    TF32: tl.constexpr, BY_PRODUCTS: tl.constexpr,
+):  # fmt: skip
     """The tile's side falls as the number of outputs rises, so that both fit in registers."""
     size = tl.load(table + tl.load(tile + fields.I_ROW) + fields.M_SIZE)
     if size == 16:
-        mix_pair(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 16, 16)
+        if BY_PRODUCTS:
+            mix_pair_by_products(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 16, 16)
+        else:
+            mix_pair(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 16, 16)
     elif size == 32:
-        mix_pair(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 32, 8)
+        if BY_PRODUCTS:
+            mix_pair_by_products(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 32, 8)
+        else:
+            mix_pair(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 32, 8)
     else:
         mix_pair(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, 64, 8)
 
@@ -528,16 +729,17 @@ def mix_tile(table, constants, tile, workspace, partials, with_grad, factors, fa
 @triton.jit
 def apply_term(
     left, left_stride, right, right_stride, length, rows, columns, i, j, total,
-    TRANSPOSE: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    TRANSPOSE: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):  # fmt: skip
     """``total + A B`` from row ``i`` and column ``j`` on, with A stored transposed if TRANSPOSE.
 
     Both operands are rounded to FACTOR first.
     """
-    place, depth = tl.arange(0, TILE), tl.arange(0, DEPTH)
+    place, column, depth = tl.arange(0, TILE), tl.arange(0, WIDTH), tl.arange(0, DEPTH)
     left_step, right_step = left_stride.to(tl.int32), right_stride.to(tl.int32)
-    right_offsets = depth[:, None] * right_step + place[None, :]
-    right_inside = (place < (columns - j).to(tl.int32))[None, :]
+    right_offsets = depth[:, None] * right_step + column[None, :]
+    right_inside = (column < (columns - j).to(tl.int32))[None, :]
     right += j
     if TRANSPOSE:
         left += i
@@ -583,17 +785,17 @@ def apply_tile(
         if mode == fields.TRANSPOSED:
             total = apply_term(
                 aligned(left, tl.float32), left_stride, aligned(right, PLANE), right_stride, length, rows, columns,
-                i, j, total, True, PLANE, PRECISION, TILE, DEPTH,
+                i, j, total, True, PLANE, PRECISION, TILE, TILE, DEPTH,
             )  # fmt: skip
         elif mode == fields.SWAPPED:
             total = apply_term(
                 aligned(left, PLANE), left_stride, aligned(right, tl.float32), right_stride, length, rows, columns,
-                i, j, total, False, PLANE, PRECISION, TILE, DEPTH,
+                i, j, total, False, PLANE, PRECISION, TILE, TILE, DEPTH,
             )  # fmt: skip
         else:
             total = apply_term(
                 aligned(left, tl.float32), left_stride, aligned(right, PLANE), right_stride, length, rows, columns,
-                i, j, total, False, PLANE, PRECISION, TILE, DEPTH,
+                i, j, total, False, PLANE, PRECISION, TILE, TILE, DEPTH,
             )  # fmt: skip
     target_bytes = tl.load(gradient + fields.G_TARGET_BYTES)
     stride = aligned_stride(tl.load(gradient + fields.G_ROW_STRIDE))
@@ -607,6 +809,43 @@ def apply_tile(
     else:
         target = aligned(workspace.to(tl.int64) + target_bytes, tl.float32)
         tl.store(target + (i * stride + j) + offsets, total, mask=mask)
+
+
+@triton.jit
+def apply_wide_tile(
+    table, tile, workspace,
+    PLANE: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """The same of planes and gradients in the workspace: larger tiles, which leave no registers for more."""
+    gradient = table + tl.load(tile + fields.I_ROW)
+    i = tl.load(tile + fields.I_FIRST).to(tl.int64) * TILE
+    j = tl.load(tile + fields.I_SECOND).to(tl.int64) * WIDTH
+    rows = tl.load(gradient + fields.G_ROWS)
+    columns = aligned_stride(tl.load(gradient + fields.G_COLUMNS))
+    total = tl.zeros((TILE, WIDTH), tl.float32)
+    base = workspace.to(tl.int64)
+    for index in range(tl.load(gradient + fields.G_FIRST), tl.load(gradient + fields.G_LAST), fields.T_WIDTH):
+        term = table + index
+        left = aligned(base + tl.load(term + fields.T_LEFT_BYTES), tl.float32)
+        right = aligned(base + tl.load(term + fields.T_RIGHT_BYTES), PLANE)
+        left_stride = aligned_stride(tl.load(term + fields.T_LEFT_STRIDE))
+        right_stride = aligned_stride(tl.load(term + fields.T_RIGHT_STRIDE))
+        length = tl.load(term + fields.T_LENGTH)
+        if tl.load(term + fields.T_MODE) == fields.TRANSPOSED:
+            total = apply_term(
+                left, left_stride, right, right_stride, length, rows, columns, i, j, total,
+                True, PLANE, PRECISION, TILE, WIDTH, DEPTH,
+            )  # fmt: skip
+        else:
+            total = apply_term(
+                left, left_stride, right, right_stride, length, rows, columns, i, j, total,
+                False, PLANE, PRECISION, TILE, WIDTH, DEPTH,
+            )  # fmt: skip
+    stride = aligned_stride(tl.load(gradient + fields.G_ROW_STRIDE))
+    target = aligned(base + tl.load(gradient + fields.G_TARGET_BYTES), tl.float32)
+    offsets = tl.arange(0, TILE)[:, None] * stride.to(tl.int32) + tl.arange(0, WIDTH)[None, :]
+    mask = inside_tile(i, rows, j, columns, TILE, WIDTH)
+    tl.store(target + (i * stride + j) + offsets, total, mask=mask)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -770,10 +1009,17 @@ def evaluate_kernel(
 @triton.jit
 def gram_any(
     table, tile, weights, workspace, partials, with_grad, factors, factor, PLANE: tl.constexpr, TF32: tl.constexpr,
-    PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
+    PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(table + tl.load(tile + fields.I_ROW) + fields.S_KIND) == fields.SMALL:
+    kind = tl.load(table + tl.load(tile + fields.I_ROW) + fields.O_KIND)
+    if kind == fields.SMALL:
         small_gram_tile(table, tile, weights, workspace, partials, with_grad, factors, factor, LANES)
+    elif WIDTH == TILE:
+        gram_tile(
+            table, tile, weights, workspace, partials, with_grad, factors, factor, PLANE, TF32, PRECISION, TILE, DEPTH
+        )
+    elif kind == fields.STORE_WIDE:
+        gram_wide_tile(table, tile, workspace, PLANE, PRECISION, TILE, WIDTH, DEPTH)
     else:
         gram_tile(
             table, tile, weights, workspace, partials, with_grad, factors, factor, PLANE, TF32, PRECISION, TILE, DEPTH
@@ -783,26 +1029,26 @@ def gram_any(
 @triton.jit(do_not_specialize=["loss_rows", "with_grad"])
 def gram_kernel(
     table, tiles, weights, workspace, partials, arrivals, losses, loss_rows, with_grad, factors, factor,
-    PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-    LANES: tl.constexpr,
+    PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
     gram_any(
         table, tile, weights, workspace, partials, with_grad, factors, factor,
-        PLANE, TF32, PRECISION, TILE, DEPTH, LANES,
+        PLANE, TF32, PRECISION, TILE, WIDTH, DEPTH, LANES,
     )  # fmt: skip
     row = table + tl.load(tile + fields.I_ROW)
-    if tl.load(row + fields.O_KIND) != fields.STORE:
+    if tl.load(row + fields.O_KIND) > fields.STORE:
         finish_loss(table, loss_rows, tl.load(row + fields.O_WEIGHT), arrivals, partials, losses, LANES)
 
 
 @triton.jit(do_not_specialize=["loss_rows", "with_grad"])
 def mix_kernel(
     table, constants, tiles, workspace, partials, arrivals, losses, loss_rows, with_grad, factors, factor,
-    TF32: tl.constexpr, LANES: tl.constexpr,
+    TF32: tl.constexpr, BY_PRODUCTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
-    mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32)
+    mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, BY_PRODUCTS)
     weight = tl.load(table + tl.load(tile + fields.I_ROW) + fields.M_WEIGHT)
     finish_loss(table, loss_rows, weight, arrivals, partials, losses, LANES)
 
@@ -810,10 +1056,14 @@ def mix_kernel(
 @triton.jit
 def apply_any(
     table, tile, weights, workspace, grads, targets, PLANE: tl.constexpr, PRECISION: tl.constexpr,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
-    if tl.load(table + tl.load(tile + fields.I_ROW) + fields.S_KIND) == fields.SMALL:
+    kind = tl.load(table + tl.load(tile + fields.I_ROW) + fields.G_KIND)
+    if kind == fields.SMALL:
         small_apply_tile(table, tile, weights, workspace, grads, targets, LANES, ADDS)
+    elif kind == fields.STORE_WIDE:
+        if WIDTH > TILE:
+            apply_wide_tile(table, tile, workspace, PLANE, PRECISION, TILE, WIDTH, DEPTH)
     else:
         apply_tile(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, DEPTH, ADDS)
 
@@ -821,18 +1071,19 @@ def apply_any(
 @triton.jit
 def apply_kernel(
     table, tiles, weights, workspace, grads, targets, PLANE: tl.constexpr, PRECISION: tl.constexpr,
-    TILE: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
+    TILE: tl.constexpr, WIDTH: tl.constexpr, DEPTH: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
-    apply_any(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, DEPTH, LANES, ADDS)
+    apply_any(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, WIDTH, DEPTH, LANES, ADDS)
 
 
 @triton.jit
 def gather_kernel(
-    table, constants, tiles, workspace, grads, targets, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr
-):
+    table, constants, tiles, workspace, grads, targets,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr, BY_PRODUCTS: tl.constexpr,
+):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
-    gather_tile(table, constants, tile, workspace, grads, targets, ROWS, COLUMNS, ADDS)
+    gather_any(table, constants, tile, workspace, grads, targets, ROWS, COLUMNS, ADDS, BY_PRODUCTS)
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -857,8 +1108,9 @@ _ENDS = ("squares_end", "evaluate_end", "gram_end", "mix_end", "apply_end", "gat
 def single_kernel(
     table, constants, tiles, weights, workspace, partials, grads, targets, losses, arrivals, with_grad, factors, factor,
     squares_end, evaluate_end, gram_end, mix_end, apply_end, gather_end, loss_rows, count,
-    PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATHERED_COLUMNS: tl.constexpr, LANES: tl.constexpr, ADDS: tl.constexpr,
+    PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
+    DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATHERED_COLUMNS: tl.constexpr,
+    LANES: tl.constexpr, ADDS: tl.constexpr,
 ):  # fmt: skip
     """All stages in order; ``*_end`` bound each stage's part of ``tiles``. ``arrivals`` starts at zero.
 
@@ -879,13 +1131,14 @@ def single_kernel(
         tile = tiles + index * fields.I_WIDTH
         gram_any(
             table, tile, weights, workspace, partials, with_grad, factors, factor,
-            PLANE, TF32, PRECISION, TILE, DEPTH, LANES,
+            PLANE, TF32, PRECISION, TILE, WIDTH, DEPTH, LANES,
         )  # fmt: skip
     grid_barrier(arrivals, target)
     target += programs
     for index in range(gram_end + program, mix_end, programs):
         tile = tiles + index * fields.I_WIDTH
-        mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32)
+        # Without matrix instructions: on sm_100 there are no registers for them.
+        mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, False)
     if mix_end > gram_end:
         grid_barrier(arrivals, target)
         target += programs
@@ -893,7 +1146,7 @@ def single_kernel(
         reduce_loss(table, loss_rows, index, partials, losses, LANES)
     for index in range(mix_end + program, apply_end, programs):
         tile = tiles + index * fields.I_WIDTH
-        apply_any(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, DEPTH, LANES, ADDS)
+        apply_any(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, WIDTH, DEPTH, LANES, ADDS)
     if gather_end > apply_end:
         grid_barrier(arrivals, target)
         for index in range(apply_end + program, gather_end, programs):

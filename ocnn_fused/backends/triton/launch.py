@@ -159,11 +159,12 @@ def _own(piece: Tensor) -> Tensor:
 def kernel_constants(kernel: str, precision: str, config: Config, adds: bool = False) -> dict[str, Any]:
     """The compile-time constants of a kernel, named by its stage or "single"; ``adds``: to gradients that are there."""
     sizes = {name.upper(): getattr(config, name) for name in ("tile", "depth", "rows", "columns", "lanes")}
-    sizes["GATHERED_COLUMNS"] = config.gathered_columns
+    sizes |= {"WIDTH": max(config.wide, config.tile), "GATHERED_COLUMNS": config.gathered_columns}
     products = ("ieee", tl.bfloat16) if precision == "bf16" else (precision, tl.float32)
     if kernel == "gather":
         sizes["COLUMNS"] = config.gathered_columns
     values = {"PRECISION": products[0], "PLANE": products[1], "TF32": precision == "tf32", "ADDS": adds, **sizes}
+    values["BY_PRODUCTS"] = config.by_products and precision == "tf32"
     taken = getattr(kernels, f"{kernel}_kernel").arg_names
     return {name: value for name, value in values.items() if name in taken}
 

@@ -462,6 +462,7 @@ class _Builder:
         row_limit = row_stride if turned else plan.rows
         column_limit = plan.channels if turned else row_stride - (block.residues - 1) * plan.channels
         width = max(plan.channels, column_limit)
+        is_identity = _is_identity(block.evaluation)
         row = BlockRow(
             **weight.columns,
             tap_offsets=self.write_taps(weight.layout, block, padded_taps),
@@ -474,7 +475,8 @@ class _Builder:
             transposed_matrix=self.matrix(
                 tuple(zip(*block.evaluation, strict=True)), padded_taps, round_up(block.planes, _CHUNK)
             ),
-            identity=int(_is_identity(block.evaluation)),
+            identity=int(is_identity),
+            by_products=int(not is_identity and not turned and (block.residues == 1 or plan.channels % _ALIGN == 0)),
             planes_bytes=planes.base_bytes,
             gradients_bytes=gradients.base_bytes,
             plane_stride=storage.plane_stride,
@@ -510,8 +512,11 @@ class _Builder:
             if plan.is_diagonal:
                 kind = fields.RESIDUAL_LAG if out else fields.RESIDUAL_ZERO
             symmetric = plan.self_paired[out]
+            width = self.config.tile
+            if self.config.wide and kind == fields.STORE and not symmetric:
+                kind, width = fields.STORE_WIDE, self.config.wide
             depth = sum(round_up(_contraction(plan, block), self.config.depth) for block, *_ in products)
-            cost = depth * self.config.tile**2
+            cost = depth * self.config.tile * width
             for group in range(plan.groups):
                 first = len(self.table)
                 for block, left, right in products:
@@ -531,7 +536,11 @@ class _Builder:
                     symmetric=int(symmetric),
                     target=weight.targets + group * len(TargetRow._fields),
                 )
-                places = combinations_with_replacement(across, 2) if symmetric else product(across, across)
+                places = (
+                    combinations_with_replacement(across, 2)
+                    if symmetric
+                    else product(across, range(_pieces(outputs.side, width)))
+                )
                 self.multiply_adds += cost * self.schedule("gram", self.write(row), cost, places, plan.is_diagonal)
 
     def add_mix(self, weight: _Weight, outputs: _Outputs) -> None:
@@ -562,19 +571,22 @@ class _Builder:
         plan, config = weight.plan, self.config
         swapped = plan.side == "column" and plan.is_flat
         rows = plan.rows if swapped else outputs.side
+        kind, tile_width = fields.STORE, config.tile
+        if config.wide and not plan.is_diagonal:  # whose gradients are never in place
+            kind, tile_width = fields.STORE_WIDE, config.wide
         for (block, plane), terms in sorted(_terms_of_planes(plan).items()):
             target = gradients[block]
             in_grads = target.owner != _WORKSPACE
             width = plan.blocks[block].residues * plan.channels
             columns = round_up(plan.rows if plan.side == "column" and not swapped else width, _ALIGN)
-            down, across = range(_pieces(rows, config.tile)), range(_pieces(columns, config.tile))
-            cost = len(terms) * round_up(outputs.side, config.depth) * config.tile**2
+            down, across = range(_pieces(rows, config.tile)), range(_pieces(columns, tile_width))
+            cost = len(terms) * round_up(outputs.side, config.depth) * config.tile * tile_width
             for group in range(plan.groups):
                 first = len(self.table)
                 for term in terms:
                     self.write(term.row(planes[block], outputs, group, swapped))
                 row = GradientRow(
-                    small=0,
+                    kind=kind.value,
                     weight=weight.index,
                     in_grads=int(in_grads),
                     target_bytes=target.at(plane, group),
