@@ -159,6 +159,8 @@ class Training:
         loss.backward()
         if self.peer.regularised == "add_grad_":
             self.reg.add_grad_()  # type: ignore[union-attr]
+        # For all of them: layers whose largest singular value is above 10, as torch's, would diverge at once.
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.peer.regularised == "project_":

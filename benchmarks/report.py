@@ -56,7 +56,7 @@ PARTS: dict[str, Part] = {
     "resnet50": Part("compare", ("--network", "resnet50", "--quick")),
     "wideresnet28_10": Part("compare", ("--network", "wideresnet28_10", "--quick")),
     "convnext_t": Part("compare", ("--network", "convnext_t", "--quick")),
-    "large": Part("compare", ("--large-kernels", "--quick")),
+    "large": Part("compare", ("--large-kernels", "--quick", "--contenders", "reference", "FFT", "fused")),
     "foreach": Part("compare", ("--foreach", "--precisions", "--quick")),
     "training18": Part("training_overhead", ("--only", "resnet18", "--quick", "--batch", "32")),
     "training34": Part("training_overhead", ("--only", "resnet34", "--quick")),
