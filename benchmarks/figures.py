@@ -69,7 +69,7 @@ def speed_ups(path: Path, title: str, bars: Sequence[Bar], environment: Environm
         axis.annotate(f"{bar.value:.1f}x", (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
     axis.axvline(1, color=GREY, linewidth=1.2, linestyle="--", label="equally fast")
     axis.set_yticks(places, [bar.label for bar in bars], fontsize=9)
-    axis.invert_yaxis()
+    axis.set_ylim(len(bars) - 0.4, -0.6)  # the first on top
     axis.set_xlim(0, 1.12 * max(widest, *(bound for _, bound in shown), 1.0))
     axis.set_xlabel("times faster than F.conv2d with autograd, loss and gradient")
     _tidy(axis)
