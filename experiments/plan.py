@@ -35,6 +35,8 @@ LAMBDAS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0)
 FIRST_IMAGES = ("barbara", "boat", "house", "cameraman", "peppers")
 LONG = 1200  # steps of the networks that others start from or attack
 LONGER = 6000
+#: Lambdas of the sweep over the longer trainings; the one chosen for them is a row of its own.
+LONGER_LAMBDAS = (0.0001, 0.001)
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,17 @@ class Plan:
 
     def sweep_runs(self, seed: int) -> list[Config]:
         """Lambdas, and none, at the rate chosen for ocnn."""
-        base = replace(SWEPT, rate=self.chosen("classification", "ocnn").rate, seed=seed)
-        swept = [replace(base, method="ocnn", weight=weight) for weight in LAMBDAS]
-        return [self.sized(config) for config in (base, *swept)]
+        return self._swept(SWEPT, LAMBDAS, seed)
+
+    def longer_sweep_runs(self) -> list[Config]:
+        """The same for the longer trainings: few lambdas, that of their row, and one seed."""
+        lambdas = sorted({*LONGER_LAMBDAS, self.chosen("classification", "ocnn").weight})
+        return self._swept(CIFAR_LONGER, lambdas, SEEDS[0])
+
+    def _swept(self, config: Classification, lambdas: Sequence[float], seed: int) -> list[Config]:
+        base = replace(config, rate=self.chosen("classification", "ocnn").rate, seed=seed)
+        swept = [replace(base, method="ocnn", weight=weight) for weight in lambdas]
+        return [self.sized(one) for one in (base, *swept)]
 
     def stages(self) -> Iterator[Stage]:
         """All rows once with the four methods, most of them before what needs several seeds; then the rest."""
@@ -217,9 +227,11 @@ class Plan:
                 yield runs(row, methods, others)
         yield choosing("gan", methods)
         yield runs(gan, methods, first)
+        yield runs(longer, methods, first)
+        yield Stage("lambda sweep, longer", self.longer_sweep_runs)
         if self.smoke:
             return
-        yield runs(longer, methods, SEEDS)
+        yield runs(longer, methods, others)
         yield runs(other_images, methods, first)
         # The rest.
         yield sweep(others)

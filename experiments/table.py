@@ -312,34 +312,45 @@ def filters(plan: Plan, out: Path) -> list[str]:
 
 
 def sweep(plan: Plan, out: Path) -> list[str]:
-    known = plan.context.lines("classification")
     try:
         planned = [config for seed in SEEDS for config in plan.sweep_runs(seed)]
+        longer = plan.longer_sweep_runs()
     except NotChosen:
         return ["Not run yet."]
-    rate, lines = planned[0].rate, [known[config.key] for config in planned if config.key in known]
-    scores: dict[float, dict[int, float]] = {}
-    losses: dict[float, list[float]] = {}
-    for line in lines:
-        scores.setdefault(line.config["weight"], {})[line.config["seed"]] = 100 * line.result["accuracy"]
-        losses.setdefault(line.config["weight"], []).append(line.result["orthogonality_loss"])
-    if not any(scores):
-        return ["Not run yet."]
-    score = percent("top-1", "accuracy")
-    plain = scores.get(0.0, {})
-    missing = [f"{weight:g}" for weight in dict.fromkeys(config.weight for config in planned) if weight not in scores]
-    rows = []
-    for weight in sorted(scores):
-        shared = [value - plain[seed] for seed, value in scores[weight].items() if seed in plain]
-        rows.append([f"{weight:g}", f"{mean(scores[weight].values()):.2f} ({len(scores[weight])})",
-                     Difference(shared).write(score) if weight and shared else "",
-                     f"{mean(losses[weight]):.3g}"])  # fmt: skip
-    return [
-        *([f"Not run yet: lambda {', '.join(missing)}."] if missing else []),
-        *_figure(lambda_sweep(scores, out), SWEPT.format(rate=rate)),
-        table(["lambda", "top-1, %", "minus plain", "orthogonality loss at the end"], rows),
-        runs(lines, lambda result: f"{100 * result['accuracy']:.2f}"),
-    ]
+    swept = Sweep(planned, plan.context)
+    figure = _figure(lambda_sweep(swept.scores, out), SWEPT.format(rate=planned[0].rate)) if swept.lines else []
+    return [*figure, *swept.parts(), "### Five times as long", *Sweep(longer, plan.context).parts()]
+
+
+class Sweep:
+    """Lines of the same training with several lambdas."""
+
+    def __init__(self, planned: Sequence[Config], context: Context) -> None:
+        known = context.lines("classification")
+        self.planned = planned
+        self.lines = [known[config.key] for config in planned if config.key in known]
+        self.scores: dict[float, dict[int, float]] = {}  # by lambda and seed
+        for line in self.lines:
+            self.scores.setdefault(line.config["weight"], {})[line.config["seed"]] = 100 * line.result["accuracy"]
+
+    def parts(self) -> list[str]:
+        if not self.lines:
+            return ["Not run yet."]
+        score, plain = percent("top-1", "accuracy"), self.scores.get(0.0, {})
+        lambdas = dict.fromkeys(config.weight for config in self.planned)
+        missing = [f"{weight:g}" for weight in lambdas if weight not in self.scores]
+        rows = []
+        for weight, values in sorted(self.scores.items()):
+            shared = [value - plain[seed] for seed, value in values.items() if seed in plain]
+            losses = [line.result["orthogonality_loss"] for line in self.lines if line.config["weight"] == weight]
+            rows.append([f"{weight:g}", f"{mean(values.values()):.2f} ({len(values)})",
+                         Difference(shared).write(score) if weight and shared else "",
+                         f"{mean(losses):.3g}"])  # fmt: skip
+        return [
+            *([f"Not run yet: lambda {', '.join(missing)}."] if missing else []),
+            table(["lambda", "top-1, %", "minus plain", "orthogonality loss at the end"], rows),
+            runs(self.lines, lambda result: f"{100 * result['accuracy']:.2f}"),
+        ]
 
 
 def cost(context: Context) -> list[str]:
