@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -74,10 +74,26 @@ def _measure(name: str, layers: Sequence[Layer], settings: Settings) -> int:
     matrices = torch.ones(2, _TINY, _TINY, dtype=settings.dtype)
     torch.bmm(matrices, matrices)  # starts the BLAS, which tiny layers go without
     weights = make_weights(layers, settings)
+    return rise_during(lambda: step(weights, layers, settings.gradient))
+
+
+def rise_during(call: Callable[[], object]) -> int:
+    """Bytes that the high-water mark of this process rises above what is resident before."""
     before = _status_bytes("VmRSS")
     _CLEAR_REFS.write_text("5")
-    step(weights, layers, settings.gradient)
+    call()
     return max(0, _status_bytes("VmHWM") - before)
+
+
+def in_child(call: Callable[..., int], *arguments: object) -> int | None:
+    """What a call finds in a process of its own; None where the system cannot tell."""
+    if not _CLEAR_REFS.exists():
+        return None
+    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(128 << 10))  # glibc reads it when the server starts
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "ocnn_fused", "numpy"])
+    with ProcessPoolExecutor(1, mp_context=context) as executor:
+        return executor.submit(call, *arguments).result()
 
 
 def _on_gpu(name: str, layers: Sequence[Layer], settings: Settings) -> int:
@@ -93,13 +109,7 @@ def peak_extra_bytes(name: str, layers: Sequence[Layer], settings: Settings) -> 
     """Peak memory of a contender's step beyond the weights, gradients included; None where the system cannot tell."""
     if settings.device != "cpu":
         return _on_gpu(name, expand(layers), settings)
-    if not _CLEAR_REFS.exists():
-        return None
-    os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(128 << 10))  # glibc reads it when the server starts
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "ocnn_fused", "numpy"])
-    with ProcessPoolExecutor(1, mp_context=context) as executor:
-        return executor.submit(_measure, name, expand(layers), settings).result()
+    return in_child(_measure, name, expand(layers), settings)
 
 
 def measure(harness: Harness, section: str, subject: str, layers: Sequence[Layer], names: Sequence[str]) -> None:

@@ -1,9 +1,10 @@
 """What the ways to use OrthRegularizer cost on a CPU, interleaved in one process: ``python benchmarks/regularizer.py``.
 
 For a ResNet: the value with its gradient (``reg()``, backward), ``add_grad_`` into gradients that are there,
-``project_`` with and without its checks, and each with a free target. Then the host's part of ``reg()`` and
-``add_grad_``: 36 convolutions of 1x1x3x3, as many as a ResNet-34 has, whose arithmetic takes next to nothing. Last what
-the Triton backend would allocate for a ResNet-34 on a GPU.
+``project_`` with and without its checks, and each with a free target; and the memory that ``add_grad_`` and
+``project_`` take. Then the host's part of ``reg()`` and ``add_grad_``: 36 convolutions of 1x1x3x3, as many as a
+ResNet-34 has, whose arithmetic takes next to nothing. Last what the Triton backend would allocate for a ResNet-34 on a
+GPU.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
+from memory import in_child, rise_during
 from resnet import ResNet
-from tables import table
+from tables import megabytes, number, ratio, table
 from timing import CpuTimer, Effort, interleave
 from torch import nn
 
@@ -77,6 +79,29 @@ def host_contestants() -> dict[str, Callable[[], object]]:
     return {"reg()": reg, "reg(), backward": lambda: reg().backward(), "add_grad_": reg.add_grad_}
 
 
+def _peak(name: str, depths: tuple[int, ...], threads: int, has_gradients: bool) -> int:
+    """Of two calls, in a child: the second may keep what the first has allocated."""
+    torch.set_num_threads(threads)
+    tiny = nn.Sequential(nn.Conv2d(32, 32, 3), nn.Conv2d(32, 32, 1))
+    model = ResNet(depths, 1000, cifar=False)
+    for parameter in (*tiny.parameters(), *(model.parameters() if has_gradients else ())):
+        parameter.grad = torch.zeros_like(parameter)
+    getattr(OrthRegularizer(tiny), name)()  # starts the threads
+    call = getattr(OrthRegularizer(model), name)
+    return rise_during(lambda: (call(), call()))
+
+
+def memory(depths: tuple[int, ...], threads: int) -> str:
+    rows = []
+    for has_gradients in (True, False):
+        found = {name: in_child(_peak, name, depths, threads, has_gradients) for name in ("add_grad_", "project_")}
+        cells = {f"{name} MB": megabytes(value) for name, value in found.items()}
+        share = ratio(found["project_"], found["add_grad_"])
+        where = "gradients are there" if has_gradients else "no gradients yet"
+        rows.append({"peak memory": where, **cells, "project_ / add_grad_": number(share, "{:.2f}")})
+    return table(rows)
+
+
 def workspace(depths: tuple[int, ...]) -> str:
     """Of the Triton backend, which works on the list in pieces."""
     reg = OrthRegularizer(ResNet(depths, 1000, cifar=False))
@@ -103,6 +128,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"{options.network}, {options.threads} threads\n")
     print(compared(timed(network_contestants(DEPTHS[options.network]), options.rounds), "add_grad_"))
+    print(f"\n{memory(DEPTHS[options.network], options.threads)}")
     print(f"\nhost: {HOST_LAYERS} convolutions of 1x1x3x3\n")
     print(compared(timed(host_contestants(), 5 * options.rounds), "reg()"))
     print("\n" + workspace(DEPTHS["resnet34"]))
