@@ -20,7 +20,7 @@ class Config:
     ``wide``, unless that is 0, where nothing but the product is to be done. evaluate
     takes ``rows`` x ``columns`` elements with all their taps, gather ``rows`` x ``gathered_columns``: with more of them
     a thread has more sums to a coefficient, and fewer registers left. Tiny groups and the loss take ``lanes`` entries.
-    ``by_products``: in TF32 mix and gather use matrix instructions too, on high and low bits.
+    ``by_products``: in TF32 evaluate, mix and gather use matrix instructions too, on high and low bits.
     """
 
     tile: int = 64
@@ -50,7 +50,7 @@ SHIPPED: dict[Precision, tuple[Config, ...]] = {
     "bf16": (SMALL_TILES, LARGE_TILES),
 }
 
-#: Where matrix instructions are many times faster than others, mix and gather use them as well.
+#: Where matrix instructions are many times faster than others, evaluate, mix and gather use them as well.
 SHIPPED_BY_PRODUCTS: dict[Precision, tuple[Config, ...]] = {
     **SHIPPED,
     "tf32": tuple(replace(config, by_products=True) for config in SHIPPED["tf32"]),
@@ -75,7 +75,7 @@ def shipped(spec: DeviceSpec) -> dict[Precision, tuple[Config, ...]]:
     """The device's configurations, by precision.
 
     With triton 3.3 large tiles are shallower on NVIDIA, where apply would spill, and there are neither wide ones nor
-    matrix instructions in mix and gather.
+    matrix instructions in evaluate, mix and gather.
     """
     if spec.is_amd:
         return SHIPPED_AMD
