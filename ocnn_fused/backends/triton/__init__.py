@@ -166,10 +166,16 @@ def run(
 def config_for(plans: Sequence[Plan], precision: Precision, device: torch.device) -> Config:
     """What :func:`ocnn_fused.tune` found for this device and these layers, else by :func:`.config.choose_config`."""
     spec = spec_of(device)
-    tiles = sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.tile)) ** 2 for plan in plans)
     configs = shipped(spec)[precision]
+    tiles = _large_tiles(tuple(plans))
     padding = _wide_padding(tuple(plans), configs[-1]) if configs[-1].wide else 0.0
     return tuned_config(device, precision, plans) or choose_config(configs, tiles, spec.multiprocessors, padding)
+
+
+@lru_cache(maxsize=64)
+def _large_tiles(plans: tuple[Plan, ...]) -> int:
+    """Work items that gram would have with large tiles."""
+    return sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.tile)) ** 2 for plan in plans)
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from ...plan import Plan
 from ...problem import Precision
@@ -170,5 +170,10 @@ SINGLE_LOSS = 0.25
 
 def prefer_single(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> bool:
     """One launch pays while the launches it saves cost more than its barriers and its lower occupancy."""
-    work = sum(plan_seconds(plan, spec, precision) for plan in plans)
+    work = _work_seconds(tuple(plans), spec, precision)
     return SAVED_LAUNCHES * spec.launch > ADDED_BARRIERS * spec.barrier + SINGLE_LOSS * work
+
+
+@lru_cache(maxsize=64)
+def _work_seconds(plans: tuple[Plan, ...], spec: DeviceSpec, precision: Precision) -> float:
+    return sum(plan_seconds(plan, spec, precision) for plan in plans)

@@ -60,9 +60,11 @@ def _pieces(length: int, size: int) -> int:
     return -(-length // size)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What the tables depend on of one weight. ``aligned`` says whether it begins on a 16-byte boundary."""
+class Layout(NamedTuple):
+    """What the tables depend on of one weight. ``aligned`` says whether it begins on a 16-byte boundary.
+
+    A tuple, since layouts are compared at every call.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
