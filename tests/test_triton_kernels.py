@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import triton_support as support
@@ -113,7 +115,7 @@ def test_loss_alone_has_the_same_bits(kind: str) -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------
-# mix and gather by matrix products, as in TF32
+# evaluate, mix and gather by matrix products, as in TF32
 # ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -124,7 +126,7 @@ def left_as_they_are(values):
 
 @pytest.fixture
 def by_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All in float32, but mix and gather by products of high and low bits, whose own error then shows."""
+    """All in float32, but evaluate, mix and gather by products of high and low bits, whose own error then shows."""
     settings = support.Call.settings
 
     def with_products(self: support.Call, kernel: str) -> dict[str, object]:
@@ -154,10 +156,93 @@ def test_mix_by_products_at_tile_edges(rows: int) -> None:
 @needs_interpreter
 @pytest.mark.usefixtures("by_products")
 @pytest.mark.parametrize(("channels", "stride"), [(1, 1), (7, 1), (33, 1), (40, 1), (8, 2), (5, 2)])
-def test_gather_by_products_at_tile_edges(channels: int, stride: int) -> None:
+def test_evaluate_and_gather_by_products_at_tile_edges(channels: int, stride: int) -> None:
     """And where residues begin on a boundary, or do not."""
     case = Case((5, channels, 4, 3), stride)
     check(case, plan_named(case, "toom/row"), config=EDGES)
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize(
+    "case",
+    [*(Case((rows, 9, 3, 3)) for rows in (2, 4, 6, 7)), Case((3, 8, 6, 6), 2), Case((8, 5, 3, 3), groups=2)],
+    ids=str,
+)
+def test_evaluate_by_products(case: Case) -> None:
+    """Also where half of a tile has no rows, of several residues, and of groups."""
+    check(case, plan_named(case, "toom/row"), config=EDGES)
+
+
+@triton.jit
+def evaluate_nothing(
+    table, constants, tile, weights, workspace,
+    PLANE: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Leaves NaN in the workspace."""
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize(
+    ("case", "name", "dtype", "served"),
+    [
+        (Case((6, 5, 3, 3)), "toom/row", torch.float32, True),
+        (Case((4, 3, 4, 4)), "toom/row", torch.float32, True),
+        (Case((6, 8, 6, 6), 2), "toom/row", torch.float32, True),
+        (Case((6, 5, 3, 3)), "toom/row", torch.float16, False),
+        (Case((4, 3, 5, 5)), "toom/row", torch.float32, False),  # 25 taps
+        (Case((12, 4, 3, 3)), "toom/column", torch.float32, False),
+        (Case((6, 3, 6, 6), 2), "toom/row", torch.float32, False),  # residues that begin anywhere
+        (Case((6, 8, 2, 2)), "toom/row", torch.float32, False),  # 4 taps
+        (Case((6, 5, 3, 3)), "direct/row", torch.float32, False),
+    ],
+)
+def test_which_layers_are_evaluated_by_products(
+    case: Case, name: str, dtype: torch.dtype, served: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "evaluate_tile", evaluate_nothing)
+    losses, _ = run([on_device(case, dtype)], [plan_named(case, name)], config=EDGES, with_grad=False)
+    assert losses.isfinite().all() == served
+
+
+@needs_interpreter
+@pytest.mark.usefixtures("by_products")
+def test_a_list_by_products_with_a_frozen_layer_in_any_order() -> None:
+    """Odd channels, stride 2, groups, strides of a weight, and a layer that wants no gradient."""
+    cases = [Case((9, 7, 3, 3)), Case((4, 8, 6, 6), 2), Case((9, 5, 3, 3), groups=3)]
+    cases += [Case((6, 9, 3, 3)), Case((7, 16))]
+    wanted = [True, True, True, False, True]
+    weights = [on_device(case, seed=index) for index, case in enumerate(cases)]
+    weights[0] = weights[0].contiguous(memory_format=torch.channels_last)
+    plans = [plan_named(case, "toom/row" if len(case.shape) > 2 else "gram/row") for case in cases]
+    expected: list[torch.Tensor] = []
+    for order, seed in (("sequential", 0), ("shuffled", 1), ("interleaved", 1)):
+        with support.execution(order, seed):
+            call = support.Call(weights, plans, wanted, "ieee", EDGES)
+            call.run()
+        found = [call.losses, *call.grads()]
+        expected = expected or found
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+    losses, *grads = expected
+    for case, weight, loss, grad, is_wanted in zip(cases, weights, losses, grads, wanted, strict=True):
+        if is_wanted:
+            assert max(errors(loss, grad, weight, case)) <= TOLERANCE, str(case)
+        else:
+            assert loss.item() == pytest.approx(loss_and_grad(weight, case)[0], rel=TOLERANCE)
+            assert grad.numel() == 0
+
+
+@needs_interpreter
+def test_a_weight_that_is_not_a_number_is_not_lost_by_products() -> None:
+    """In TF32, where planes are rounded by their bits."""
+    case = Case((6, 8, 3, 3))
+    weight = on_device(case)
+    weight[2, 3, 1, 1] = torch.nan
+    config = replace(EDGES, by_products=True)
+    losses, (grad,) = run([weight], [plan_named(case, "toom/row")], precision="tf32", config=config)
+    assert losses.isnan().all()
+    assert grad.isnan().all(dim=(1, 2, 3)).any()
 
 
 @needs_interpreter
@@ -392,22 +477,31 @@ original_mix_tile = kernels.mix_tile
 
 
 @triton.jit
-def mix_unless_done(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32: tl.constexpr):
+def mix_unless_done(
+    table, constants, tile, workspace, partials, with_grad, factors, factor,
+    TF32: tl.constexpr, BY_PRODUCTS: tl.constexpr,
+):  # fmt: skip
     """Looks whether another program has done the tile, and does it if not: two may look before one has done it."""
     before = tl.load(partials + tl.load(tile + fields.I_SLOT))
     if before != before:
-        original_mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32)
+        original_mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, BY_PRODUCTS)
 
 
 @needs_interpreter
-def test_two_programs_on_one_tile_are_seen_when_interleaved_and_only_then(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("way", ["without products", "by products"])
+def test_two_programs_on_one_tile_are_seen_when_interleaved_and_only_then(
+    way: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """A tile is mixed in place, so not twice. Memory holds NaN, as do the partial losses of tiles that are not done."""
+    if way == "by products":
+        request.getfixturevalue("by_products")
     case, name = KINDS["toom 3 taps"]
     weight, plan = on_device(case), plan_named(case, name)
     tables = tables_for([weight], [plan], [True], torch.float32, EDGES)
     begin, end = tables.stage("mix")
-    doubled = tables.tiles[begin:end].repeat_interleave(2, dim=0)
-    monkeypatch.setattr(support.Call, "_tiles", _with_mix_tiles(support.Call._tiles, doubled))
+    # Several, since by products all of a tile is read at once: one must have written before another reads.
+    repeated = tables.tiles[begin:end].repeat_interleave(8, dim=0)
+    monkeypatch.setattr(support.Call, "_tiles", _with_mix_tiles(support.Call._tiles, repeated))
     monkeypatch.setattr(kernels, "mix_tile", mix_unless_done)
     _, expected = loss_and_grad(weight, case)
 

@@ -39,7 +39,7 @@ from triton_support import (
 from ocnn_fused import engine, explain
 from ocnn_fused.backends import triton as backend
 from ocnn_fused.backends.device import SPECS, spec_of
-from ocnn_fused.backends.model import plan_seconds, stages
+from ocnn_fused.backends.model import plan_seconds, seconds_in_list, stages
 from ocnn_fused.backends.triton import cooperative, kernels, launch
 from ocnn_fused.backends.triton.config import (
     LARGE_TILES,
@@ -672,9 +672,9 @@ def test_one_launch_for_little_work_only() -> None:
     ("device", "case", "expected"),
     [
         *((device, Case((256, 256, 3, 3)), "toom/row") for device in SPECS),  # a third of the products
-        ("RTX 4090", Case((512, 64, 3, 3)), "toom/column"),
+        ("RTX 4090", Case((512, 128, 3, 3)), "toom/column"),
         ("A100", Case((128, 64, 3, 3)), "direct/column"),  # products are cheap next to the instructions of the mix
-        ("H100", Case((512, 64, 3, 3)), "toom/column"),
+        ("H100", Case((512, 64, 3, 3)), "direct/column"),
         ("A100", Case((64, 64, 2, 2)), "direct/row"),
     ],
     ids=str,
@@ -682,7 +682,7 @@ def test_one_launch_for_little_work_only() -> None:
 def test_the_model_chooses_and_says_so(device: str, case: Case, expected: str) -> None:
     spec = SPECS[device]
     precision = spec.native_precision("tf32")
-    times = {plan.name: plan_seconds(plan, spec, precision) for plan in candidates(case)}
+    times = {plan.name: seconds_in_list(plan, spec, precision) for plan in candidates(case)}
     assert chosen(problem(case), "triton", device, precision).name == expected
     assert times[expected] == min(times.values())
     first, _, _, *rows = explain(case.shape, device=device, precision="tf32").splitlines()

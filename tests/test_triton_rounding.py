@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from oracle import Case, loss_and_grad
 from triton_support import BIG, DEVICE, ON_GPU, needs_interpreter, on_device, plan_named, run, tl, triton
 
 from ocnn_fused.backends.triton import kernels
+from ocnn_fused.backends.triton.config import Config
 from ocnn_fused.backends.triton.launch import tables_for
 
 #: Every way in which an operand of a product comes to be: evaluated or copied, a residual of gram or of mix.
@@ -50,10 +52,10 @@ def operands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Operands]:
     return found
 
 
-def run_layers(programs: int | None) -> tuple[float, float]:
+def run_layers(programs: int | None, config: Config = BIG) -> tuple[float, float]:
     """Largest relative errors of losses and gradients."""
-    weights = [on_device(case) for case, _ in LAYERS]
-    losses, grads = run(weights, [plan_named(*layer) for layer in LAYERS], precision="tf32", programs=programs)
+    weights, plans = [on_device(case) for case, _ in LAYERS], [plan_named(*layer) for layer in LAYERS]
+    losses, grads = run(weights, plans, precision="tf32", programs=programs, config=config)
     worst = np.zeros(2)
     for weight, (case, _), loss, grad in zip(weights, LAYERS, losses, grads, strict=True):
         expected_loss, expected_grad = loss_and_grad(weight.cpu(), case)
@@ -63,9 +65,13 @@ def run_layers(programs: int | None) -> tuple[float, float]:
 
 
 @needs_interpreter
-@pytest.mark.parametrize("programs", [None, 1], ids=["staged", "single"])
-def test_products_drop_nothing(programs: int | None, operands: Operands) -> None:
-    run_layers(programs)
+@pytest.mark.parametrize(
+    ("programs", "config"),
+    [(None, BIG), (1, BIG), (None, replace(BIG, by_products=True))],
+    ids=["staged", "single", "by products"],
+)
+def test_products_drop_nothing(programs: int | None, config: Config, operands: Operands) -> None:
+    run_layers(programs, config)
     assert operands.seen > 10_000
     assert operands.cut == 0
 
@@ -73,6 +79,16 @@ def test_products_drop_nothing(programs: int | None, operands: Operands) -> None
 @triton.jit
 def left_as_they_are(values):
     return values
+
+
+@needs_interpreter
+def test_a_missing_rounding_of_planes_is_seen_by_products(operands: Operands, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mix has a rounding of its own there."""
+    monkeypatch.setattr(kernels, "rounded_to_tf32", left_as_they_are)
+    case, name = LAYERS[0]
+    config = replace(BIG, by_products=True)
+    run([on_device(case)], [plan_named(case, name)], precision="tf32", config=config, with_grad=False)
+    assert operands.cut > 1000
 
 
 @needs_interpreter

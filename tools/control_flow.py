@@ -225,7 +225,7 @@ def _arguments(call: str) -> list[Compute]:
 
 def _compile_call(call: str) -> Compute:
     if "asm" in call:
-        load = re.search(r"(?:@\$(\d) )?ld\.global\S*\.b(\d+) \{ \$0 \}, \[ \$(\d) \+ 0 \];\"", call)
+        load = re.search(r"(?:@\$(\d) )?ld\.(?:volatile\.)?global\S*\.b(\d+) \{ \$0 \}, \[ \$(\d) \+ 0 \];\"", call)
         if not load:
             raise Unknown(call)
         arguments, size = _arguments(call), int(load[2]) // 8

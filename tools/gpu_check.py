@@ -34,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 import triton
+import triton.language as tl
 from control_flow import ControlFlow, Memory, Thread
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -125,7 +126,7 @@ class Bar:
 
 BARS = {
     "squares": Bar(),
-    "evaluate": Bar(instructions=60),
+    "evaluate": Bar(instructions=60, by_products=40),
     "gram": Bar(wide=0.4),
     "mix": Bar(instructions=48, by_products=28),
     "apply": Bar(wide=0.25),  # on sm_90 products in TF32 want planes that lie the other way round: 4 bytes at a time
@@ -163,7 +164,7 @@ class Job:
 
     @property
     def wants_matrix_instructions(self) -> bool:
-        if self.kernel in ("mix", "gather"):
+        if "BY_PRODUCTS" in self.constants:
             return bool(self.constants["BY_PRODUCTS"])
         return "PRECISION" in self.constants and (self.precision != "ieee" or not TARGETS[self.target].is_nvidia)
 
@@ -195,7 +196,7 @@ class Outcome:
     shared: int = 0
     tensor_columns: int = 0
     programs: int = 0  # that fit on one multiprocessor
-    instructions: float = 0.0  # of evaluate's or gather's inner loop, per tap and element
+    instructions: float = 0.0  # of evaluate's, mix's or gather's inner loop, or all, for CHUNK multiply-adds
     roundings: int = 0  # to TF32, in PTX
     matrix: Counter[str] = field(default_factory=Counter)
     multiply_adds: int = 0  # executed by matrix instructions for the sample plans
@@ -244,6 +245,24 @@ def mix_of_16_outputs(table, constants, tiles, workspace, partials, with_grad, f
     kernels.mix_pair_by_products(table, constants, tiles, workspace, partials, with_grad, factors, factor, True, 16, 16)
 
 
+@triton.jit
+def evaluate_by_products(table, constants, tiles, weights, workspace, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """What evaluate does in TF32 with a tile of a plan of up to 16 taps."""
+    kernels.evaluate_tile_by_products(table, constants, tiles, weights, workspace, True, ROWS, COLUMNS)
+
+
+def _instructions_of_evaluate(job: Job) -> float:
+    """All of the code for one tile of 9 taps and 25 planes, per CHUNK multiply-adds, planes padded to 32.
+
+    A loop over the halves of the tile, and in it one over the planes, 16 at a time: each runs twice.
+    """
+    sides = {name: job.constants[name] for name in ("ROWS", "COLUMNS")}
+    sass = _machine_code(_compile(evaluate_by_products, sides, job))[1]
+    of_planes, of_halves, *_ = sorted(len(body) for body in loops(sass) if any("MMA" in line for line in body))
+    executed = _executable(sass) + of_halves + 2 * of_planes
+    return executed / (job.config.rows * job.config.columns * 9 * 32 / fields.CHUNK.value / (32 * job.warps))
+
+
 def _instructions_of_gather(sass: str) -> float:
     """Of the loop with matrix instructions, for CHUNK multiply-adds of 25 planes: two rounds, of 16 planes each.
 
@@ -259,8 +278,12 @@ def _instructions_of_mix(job: Job) -> float:
     As many of these as a plan counts: 13 outputs of each entry to 16 lags, and back.
     """
     sass = _machine_code(_compile(mix_of_16_outputs, {}, job))[1]
-    executed = sum(count for name, count in Counter(_INSTRUCTION.findall(sass)).items() if name != "NOP")
-    return executed / (2 * 16**2 * 16 * (13 + 13) / fields.CHUNK.value / (32 * job.warps))
+    return _executable(sass) / (2 * 16**2 * 16 * (13 + 13) / fields.CHUNK.value / (32 * job.warps))
+
+
+def _executable(sass: str) -> int:
+    """Instructions, without those that fill up the end."""
+    return sum(name != "NOP" for name in _INSTRUCTION.findall(sass))
 
 
 def check(job: Job) -> Outcome:
@@ -287,8 +310,7 @@ def check(job: Job) -> Outcome:
             outcome.problems.append("not one program fits on a multiprocessor")
         elif job.config.tile <= 64 and outcome.programs < bar.programs:
             outcome.problems.append(f"{outcome.programs} programs fit on a multiprocessor, wanted {bar.programs}")
-        by_products = job.kernel in ("mix", "gather") and job.wants_matrix_instructions
-        most = bar.by_products if by_products else bar.instructions
+        most = bar.by_products if job.constants.get("BY_PRODUCTS") else bar.instructions
         if most is not None and not 0 < outcome.instructions <= most:
             outcome.problems.append(f"{outcome.instructions:.0f} instructions per tap, at most {most} are wanted")
         if outcome.wide < bar.wide:
@@ -379,26 +401,29 @@ def _check_matrix_instructions(outcome: Outcome, module: str) -> None:
     stages = {"gram": (0,), "apply": (1,), "single": (0, 1)}.get(job.kernel, ())
     expected = sum(of_plan[stage] for of_plan in work for stage in stages) * (3 if job.precision == "tf32x3" else 1)
     if job.constants.get("BY_PRODUCTS"):
-        expected += split_work(tables, job.kernel)
+        expected += split_work(tables, job.kernel, job.config)
     outcome.multiply_adds = _executed(flow, job, weights, tables)
     if outcome.multiply_adds != expected:
         outcome.problems.append(f"{outcome.multiply_adds} multiply-adds are executed, the plans have {expected}")
 
 
-def split_work(tables: Tables, stage: str) -> int:
-    """Multiply-adds that matrix instructions do in mix or gather.
+def split_work(tables: Tables, stage: str, config: Config) -> int:
+    """Multiply-adds that matrix instructions do in evaluate, mix or gather.
 
-    mix: the sum of each tile with its mirror image and the difference, there and back. gather: of 256 elements.
+    mix: the sum of each tile with its mirror image and the difference, there and back. The others: whole tiles.
     """
     begin, end = tables.stage(stage)
+    is_evaluate = stage == "evaluate"
+    flag = fields.B_EVALUATED_BY_PRODUCTS if is_evaluate else fields.B_BY_PRODUCTS
+    elements = config.rows * (config.columns if is_evaluate else config.gathered_columns)
     total = 0
     for row in tables.tiles[begin:end, 0].tolist():
         if stage == "mix":
             size = int(tables.table[row + fields.M_SIZE.value])
             total += 4 * size**2 * {16: 16, 32: 8}[size] ** 2
-        elif tables.table[row + fields.B_BY_PRODUCTS.value]:
+        elif tables.table[row + flag.value]:
             planes, taps = (int(tables.table[row + at.value]) for at in (fields.B_PLANES, fields.B_PADDED_TAPS))
-            total += -(-planes // fields.CHUNK.value) * fields.CHUNK.value * taps * 256
+            total += -(-planes // fields.CHUNK.value) * fields.CHUNK.value * taps * elements
     return SPLIT_PRODUCTS * total
 
 
@@ -440,10 +465,9 @@ def _read_nvidia(outcome: Outcome, compiled: triton.compiler.CompiledKernel, tar
     outcome.spills = sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL"))
     outcome.matrix = Counter({name: count for name, count in instructions.items() if re.match(target.matrix, name)})
     outcome.wide = _share_of_wide_copies(instructions)
-    if outcome.job.kernel == "mix" and outcome.job.wants_matrix_instructions:
-        outcome.instructions = _instructions_of_mix(outcome.job)
-    elif outcome.job.kernel == "gather" and outcome.job.wants_matrix_instructions:
-        outcome.instructions = _instructions_of_gather(sass)
+    if outcome.job.constants.get("BY_PRODUCTS"):
+        counted = {"evaluate": _instructions_of_evaluate, "mix": _instructions_of_mix}.get(outcome.job.kernel)
+        outcome.instructions = counted(outcome.job) if counted else _instructions_of_gather(sass)
     elif BARS[outcome.job.kernel].instructions is not None:
         outcome.instructions = instructions_per_tap(sass, worst=outcome.job.kernel == "mix")
 

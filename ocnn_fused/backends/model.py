@@ -10,7 +10,7 @@ every stage begins with what the one before it did last; the rest goes to memory
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
@@ -18,16 +18,20 @@ from ..plan import Plan
 from ..problem import Precision
 from .device import DeviceSpec
 
-#: Instructions that a thread executes for each CHUNK multiply-adds of a 3x3 layer in float32: those of the inner loop
-#: (33, 29 and 31, counted by `make gpu-check` for sm_80 to sm_90 with triton 3.7) and, estimated, those that round and
-#: store the results, shared out among them.
-INSTRUCTIONS = {"evaluate": 52.0, "mix": 42.0, "gather": 40.0}
-#: The same with matrix instructions, for as many multiply-adds. mix then has no loop, and all are counted: 19.6 for
-#: sm_80, 17.1 for sm_90. The inner loop of gather has 18 and 13, to which come as many as without.
-BY_PRODUCTS = {"mix": 20.0, "gather": 27.0}
-BY_PRODUCTS_HOPPER = {"mix": 17.5, "gather": 22.0}
+#: Instructions that a thread executes for each CHUNK multiply-adds of a 3x3 layer in float32, counted for sm_80 and
+#: sm_90 with triton 3.7 by `make gpu-check`. evaluate: all in its loops, 41.5 in the inner one (those that read half
+#: types included) and 21.2, shared out, that round and store. mix and gather: those of the inner loop (29 and 31) and,
+#: estimated, the rest.
+INSTRUCTIONS = {"evaluate": 63.0, "mix": 42.0, "gather": 40.0}
+#: The same with matrix instructions, for as many multiply-adds. Of evaluate and mix all are counted: 36.0 and 19.6 for
+#: sm_80, 32.1 and 17.1 for sm_90. The inner loop of gather has 18 and 13, to which come as many as without.
+BY_PRODUCTS = {"evaluate": 36.5, "mix": 20.0, "gather": 27.0}
+BY_PRODUCTS_HOPPER = {"evaluate": 32.5, "mix": 17.5, "gather": 22.0}
 CHUNK = 16
-#: Products of high and low bits that mix and gather then make of one; mix only of at most MIXED_BY_PRODUCTS outputs.
+#: Channels, or a multiple of them, that begin on a boundary.
+ALIGN = 8
+#: Products of high and low bits that these stages then make of one; mix only of at most MIXED_BY_PRODUCTS outputs,
+#: evaluate only of more than half a CHUNK of taps and at most one.
 SPLIT_PRODUCTS = 3
 MIXED_BY_PRODUCTS = 32
 
@@ -82,7 +86,11 @@ def stages(
     if not plan.is_flat or precision == "tf32":  # there no weight is its own plane: operands are rounded
         made = 0 if diagonal else sum(elements * b.residues * b.taps * _padded(b.planes) for b in plan.blocks)
         moved = weights * weight_bytes + planes * item
-        work.append(Stage("evaluate", 0, made, moved, per_chunk=INSTRUCTIONS["evaluate"]))
+        split, per_chunk = 0, INSTRUCTIONS["evaluate"]
+        whole_chunks = weight_bytes == 4 and all(CHUNK // 2 < block.taps <= CHUNK for block in plan.blocks)
+        if by_products and whole_chunks and _planes_lie_well(plan):
+            split, per_chunk = parts * _whole_products(plan, elements), per_product["evaluate"]
+        work.append(Stage("evaluate", split, made, moved, per_chunk=per_chunk))
     work.append(Stage("gram", gram, 0, planes * item + outputs, planes * item if work else 0, again[0]))
     if not diagonal:
         mixed = area * _padded(plan.outputs) * (plan.outputs + (lags if with_grad else 0))
@@ -97,11 +105,24 @@ def stages(
         if not plan.is_flat:
             gathered = 0 if diagonal else sum(elements * b.residues * b.planes * _padded(b.taps) for b in plan.blocks)
             split, per_chunk = 0, INSTRUCTIONS["gather"]
-            if by_products and gathered and plan.side == "row":  # columns lie the other way round
-                split = parts * sum(elements * b.residues * _padded(b.planes) * _padded(b.taps) for b in plan.blocks)
-                per_chunk = per_product["gather"]
+            if by_products and _planes_lie_well(plan):
+                split, per_chunk = parts * _whole_products(plan, elements), per_product["gather"]
             work.append(Stage("gather", split, gathered, grads + planes * 4, planes * 4, per_chunk=per_chunk))
     return work
+
+
+def _planes_lie_well(plan: Plan) -> bool:
+    """Whether evaluate and gather can use matrix instructions: neighbouring channels, residues on a boundary.
+
+    Columns lie the other way round.
+    """
+    aligned = plan.channels % ALIGN == 0 or all(block.residues == 1 for block in plan.blocks)
+    return plan.side == "row" and not plan.is_diagonal and aligned
+
+
+def _whole_products(plan: Plan, elements: int) -> int:
+    """Multiply-adds of taps and planes, both in whole chunks."""
+    return sum(elements * b.residues * _padded(b.planes) * _padded(b.taps) for b in plan.blocks)
 
 
 def _padded(count: int) -> int:
@@ -195,3 +216,14 @@ def list_seconds(
 def plan_seconds(plan: Plan, spec: DeviceSpec, precision: Precision, with_grad: bool = True) -> float:
     """Modelled time of one layer without launches."""
     return list_seconds([plan], spec, precision, with_grad)
+
+
+#: Workspace of one pass over a list, in MB: at most that much, unless one layer alone needs more.
+PASS_MEGABYTES = 160
+
+
+@lru_cache(maxsize=16384)
+def seconds_in_list(plan: Plan, spec: DeviceSpec, precision: Precision) -> float:
+    """Modelled time of one layer among others, by which its plan is chosen: the cache is shared like the workspace."""
+    share = min(1.0, workspace_bytes(plan, precision) / (PASS_MEGABYTES << 20))
+    return list_seconds([plan], replace(spec, l2_bytes=int(share * spec.l2_bytes)), precision)

@@ -17,7 +17,7 @@ from ...problem import Launch, Options, Precision
 from .. import pytorch
 from ..device import Device, asked_precision, spec_of
 from ..job import Epilogue, Executable, Job, is_bilinear, joined
-from ..model import plan_seconds, product_work
+from ..model import PASS_MEGABYTES, product_work, seconds_in_list
 from ..rounding import is_accurate
 from .availability import unavailable_reason
 from .config import LARGE_TILES, MIX_SIZES, Config, choose_config, prefer_single, shipped, single_config
@@ -52,7 +52,7 @@ def refusal(plan: Plan, dtype: torch.dtype, device: Device, precision: Precision
 
 def seconds(plan: Plan, dtype: torch.dtype, device: Device, precision: Precision) -> float:
     """Modelled time of one layer, loss and gradient; launches are shared by all layers of a call, and left out."""
-    return plan_seconds(plan, spec_of(device), precision)
+    return seconds_in_list(plan, spec_of(device), precision)
 
 
 def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
@@ -113,7 +113,7 @@ def grouped(sizes: Sequence[int]) -> list[list[int]]:
 
 def workspace_limit() -> int:
     """Bytes of workspace that a pass may take: ``OCNN_FUSED_WORKSPACE_MB``, unless one layer alone needs more."""
-    text = os.environ.get("OCNN_FUSED_WORKSPACE_MB") or "160"
+    text = os.environ.get("OCNN_FUSED_WORKSPACE_MB") or str(PASS_MEGABYTES)
     try:
         megabytes = float(text)
     except ValueError:
@@ -166,10 +166,16 @@ def run(
 def config_for(plans: Sequence[Plan], precision: Precision, device: torch.device) -> Config:
     """What :func:`ocnn_fused.tune` found for this device and these layers, else by :func:`.config.choose_config`."""
     spec = spec_of(device)
-    tiles = sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.tile)) ** 2 for plan in plans)
     configs = shipped(spec)[precision]
+    tiles = _large_tiles(tuple(plans))
     padding = _wide_padding(tuple(plans), configs[-1]) if configs[-1].wide else 0.0
     return tuned_config(device, precision, plans) or choose_config(configs, tiles, spec.multiprocessors, padding)
+
+
+@lru_cache(maxsize=64)
+def _large_tiles(plans: tuple[Plan, ...]) -> int:
+    """Work items that gram would have with large tiles."""
+    return sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.tile)) ** 2 for plan in plans)
 
 
 @lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 
 from ...plan import Plan
 from ...problem import Precision
@@ -20,7 +20,7 @@ class Config:
     ``wide``, unless that is 0, where nothing but the product is to be done. evaluate
     takes ``rows`` x ``columns`` elements with all their taps, gather ``rows`` x ``gathered_columns``: with more of them
     a thread has more sums to a coefficient, and fewer registers left. Tiny groups and the loss take ``lanes`` entries.
-    ``by_products``: in TF32 mix and gather use matrix instructions too, on high and low bits.
+    ``by_products``: in TF32 evaluate, mix and gather use matrix instructions too, on high and low bits.
     """
 
     tile: int = 64
@@ -50,7 +50,7 @@ SHIPPED: dict[Precision, tuple[Config, ...]] = {
     "bf16": (SMALL_TILES, LARGE_TILES),
 }
 
-#: Where matrix instructions are many times faster than others, mix and gather use them as well.
+#: Where matrix instructions are many times faster than others, evaluate, mix and gather use them as well.
 SHIPPED_BY_PRODUCTS: dict[Precision, tuple[Config, ...]] = {
     **SHIPPED,
     "tf32": tuple(replace(config, by_products=True) for config in SHIPPED["tf32"]),
@@ -75,7 +75,7 @@ def shipped(spec: DeviceSpec) -> dict[Precision, tuple[Config, ...]]:
     """The device's configurations, by precision.
 
     With triton 3.3 large tiles are shallower on NVIDIA, where apply would spill, and there are neither wide ones nor
-    matrix instructions in mix and gather.
+    matrix instructions in evaluate, mix and gather.
     """
     if spec.is_amd:
         return SHIPPED_AMD
@@ -170,5 +170,10 @@ SINGLE_LOSS = 0.25
 
 def prefer_single(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> bool:
     """One launch pays while the launches it saves cost more than its barriers and its lower occupancy."""
-    work = sum(plan_seconds(plan, spec, precision) for plan in plans)
+    work = _work_seconds(tuple(plans), spec, precision)
     return SAVED_LAUNCHES * spec.launch > ADDED_BARRIERS * spec.barrier + SINGLE_LOSS * work
+
+
+@lru_cache(maxsize=64)
+def _work_seconds(plans: tuple[Plan, ...], spec: DeviceSpec, precision: Precision) -> float:
+    return sum(plan_seconds(plan, spec, precision) for plan in plans)

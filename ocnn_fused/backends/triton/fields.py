@@ -54,6 +54,7 @@ class BlockRow(NamedTuple):
     transposed_matrix: int  # of the same matrix tap by tap
     identity: int
     by_products: int  # gather may use matrix instructions, if it is compiled with them
+    evaluated_by_products: int  # the same for evaluate
     planes_bytes: int
     gradients_bytes: int
     plane_stride: int

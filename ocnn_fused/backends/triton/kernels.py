@@ -141,11 +141,12 @@ def split_product(left, right, total):
 @triton.jit
 def block_position(block, tile, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Group, residue, first row and first channel of a tile of evaluate or gather."""
-    part = tl.load(tile + fields.I_FIRST).to(tl.int64)
-    place = tl.load(tile + fields.I_SECOND).to(tl.int64)
-    residues = tl.load(block + fields.B_RESIDUES)
-    across = (tl.load(block + fields.B_WIDTH_WRITTEN) + (COLUMNS - 1)) // COLUMNS
-    return part // residues, part % residues, place // across * ROWS, place % across * COLUMNS
+    part, place = tl.load(tile + fields.I_FIRST), tl.load(tile + fields.I_SECOND)
+    # Divided in 32 bits: in 64, that is a good part of all instructions of a tile.
+    residues = tl.load(block + fields.B_RESIDUES).to(tl.int32)
+    across = ((tl.load(block + fields.B_WIDTH_WRITTEN) + (COLUMNS - 1)) // COLUMNS).to(tl.int32)
+    group, residue = (part // residues).to(tl.int64), (part % residues).to(tl.int64)
+    return group, residue, (place // across).to(tl.int64) * ROWS, (place % across).to(tl.int64) * COLUMNS
 
 
 @triton.jit
@@ -235,6 +236,64 @@ def evaluate_tile(
             mask = (plane < planes)[:, None, None] & written[None, :, :]
             values = as_operand(values, PLANE, TF32)
             tl.store((target + plane * plane_stride)[:, None, None] + offsets[None, :, :], values, mask=mask)
+
+
+@triton.jit
+def evaluate_tile_by_products(
+    table, constants, tile, weights, workspace, TF32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    """The same by matrix instructions: at most CHUNK taps in float32, planes with neighbouring channels on a boundary.
+
+    Half of the rows at a time, because their taps stay in registers for all planes.
+    """
+    PART: tl.constexpr = ROWS // 2
+    block = table + tl.load(tile + fields.I_ROW)
+    group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
+    rows, channels, planes, _taps, padded_taps, _identity, _dtype, plane_stride = block_sizes(block)
+    padded_planes = (planes + (fields.CHUNK - 1)) // fields.CHUNK * fields.CHUNK
+    lane = tl.arange(0, fields.CHUNK)
+    matrix = constants + aligned_stride(tl.load(block + fields.B_TRANSPOSED_MATRIX))
+    matrices = matrix + lane[:, None] * padded_planes + lane[None, :]
+
+    row_stride, channel_stride = tl.load(block + fields.B_ROW_STRIDE), tl.load(block + fields.B_CHANNEL_STRIDE)
+    weight = resolve(tl.load(block + fields.B_WEIGHT), 0, weights, workspace).to(tl.pointer_type(tl.float32))
+    weight += (group * rows + row) * row_stride + channel * channel_stride
+    tap = tl.load(table + tl.load(block + fields.B_TAP_OFFSETS) + residue * padded_taps + lane)
+    sources = (weight + tap)[None, None, :] + offsets_within(row_stride, channel_stride, PART, COLUMNS)[:, :, None]
+
+    plane_stride = aligned_stride(plane_stride)
+    plane_row_stride = aligned_stride(tl.load(block + fields.B_PLANE_ROW_STRIDE))
+    target = aligned(workspace.to(tl.int64) + tl.load(block + fields.B_PLANES_BYTES), tl.float32)
+    target += group * aligned_stride(tl.load(block + fields.B_GROUP_STRIDE)) + row * plane_row_stride
+    target += aligned_stride(residue * channels) + channel
+    offsets = tl.arange(0, PART)[:, None] * plane_row_stride.to(tl.int32) + tl.arange(0, COLUMNS)[None, :]
+
+    for part in tl.range(0, ROWS, PART, num_stages=1):  # buffers would take registers
+        inside = inside_tile(row + part, rows, channel, channels, PART, COLUMNS)[:, :, None] & (tap >= 0)[None, None, :]
+        taken = tl.load(sources + part * row_stride, mask=inside, other=0.0)
+        taken = tl.reshape(taken, (PART * COLUMNS, fields.CHUNK))
+        written = inside_tile(row + part, rows, channel, padded(channels), PART, COLUMNS)[None, :, :]
+        for first in tl.range(0, planes, fields.CHUNK, num_stages=1):
+            total = tl.zeros((PART * COLUMNS, fields.CHUNK), tl.float32)
+            total = split_product(taken, tl.load(matrices + first), total)
+            values = tl.reshape(tl.trans(as_operand(total, tl.float32, TF32)), (fields.CHUNK, PART, COLUMNS))
+            start = target + part * plane_row_stride + (first + lane) * plane_stride
+            mask = (first + lane < planes)[:, None, None] & written
+            tl.store(start[:, None, None] + offsets[None, :, :], values, mask=mask)
+
+
+@triton.jit
+def evaluate_any(
+    table, constants, tile, weights, workspace,
+    PLANE: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_PRODUCTS: tl.constexpr,
+):  # fmt: skip
+    if BY_PRODUCTS:
+        if tl.load(table + tl.load(tile + fields.I_ROW) + fields.B_EVALUATED_BY_PRODUCTS) != 0:
+            evaluate_tile_by_products(table, constants, tile, weights, workspace, TF32, ROWS, COLUMNS)
+        else:
+            evaluate_tile(table, constants, tile, weights, workspace, PLANE, TF32, ROWS, COLUMNS)
+    else:
+        evaluate_tile(table, constants, tile, weights, workspace, PLANE, TF32, ROWS, COLUMNS)
 
 
 @triton.jit
@@ -460,6 +519,10 @@ def gram_tile(
         else:
             total = gram_rows(left, right, stride, length, side, i, j, total, PRECISION, TILE, TILE, DEPTH)
 
+    # Read again, since numbers kept through the loop would take registers that its sums need.
+    first_tile = tl.load(tile + fields.I_FIRST, volatile=True).to(tl.int64)
+    second_tile = tl.load(tile + fields.I_SECOND, volatile=True).to(tl.int64)
+    i, j = first_tile * TILE, second_tile * TILE
     mirrored = (tl.load(output + fields.O_SYMMETRIC) != 0) & (first_tile != second_tile)
     stored = with_grad != 0
     if kind == fields.STORE:
@@ -998,10 +1061,10 @@ def squares_kernel(table, tiles, weights, workspace, partials, LANES: tl.constex
 @triton.jit(do_not_specialize=["count"])
 def evaluate_kernel(
     table, constants, tiles, weights, workspace, arrivals, count,
-    PLANE: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PLANE: tl.constexpr, TF32: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, BY_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     tile = tiles + tl.program_id(0).to(tl.int64) * fields.I_WIDTH
-    evaluate_tile(table, constants, tile, weights, workspace, PLANE, TF32, ROWS, COLUMNS)
+    evaluate_any(table, constants, tile, weights, workspace, PLANE, TF32, ROWS, COLUMNS, BY_PRODUCTS)
     if tl.program_id(0) == 0:
         clear_arrivals(arrivals, count, COLUMNS)
 

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from operator import sub
 from typing import Any, Generic, TypeVar
 
@@ -75,13 +75,11 @@ def _remember(
 ) -> _Value:
     """The cached value, or a new one in place of the one used longest ago."""
     with _lock:
-        if key in cache:
-            cache.move_to_end(key)
-        else:
-            cache[key] = make()
-            if len(cache) > limit:
-                cache.popitem(last=False)
-        return cache[key].use()
+        entry = cache.pop(key, None) or make()  # a key is long: it is hashed no more than twice
+        cache[key] = entry
+        if len(cache) > limit:
+            cache.popitem(last=False)
+        return entry.use()
 
 
 def tables_for(
@@ -169,6 +167,13 @@ def kernel_constants(kernel: str, precision: str, config: Config, adds: bool = F
     return {name: value for name, value in values.items() if name in taken}
 
 
+@lru_cache(maxsize=256)
+def _settings(
+    kernel: str, precision: str, config: Config, adds: bool, capability: tuple[int, int] | None
+) -> dict[str, Any]:
+    return {**kernel_constants(kernel, precision, config, adds), **compile_options(kernel, config, capability)}
+
+
 def can_add(weights: Sequence[Tensor], targets: Sequence[Tensor]) -> bool:
     """Whether gradients can be added where they are computed: targets, if any, lie as fresh gradients would."""
     return all(
@@ -239,8 +244,7 @@ class Call:
 
     def settings(self, kernel: str) -> dict[str, Any]:
         """What a kernel, named by its stage or "single", is compiled with."""
-        constants = kernel_constants(kernel, self.precision, self.config, self.adds)
-        return {**constants, **compile_options(kernel, self.config, self.capability)}
+        return _settings(kernel, self.precision, self.config, self.adds, self.capability)
 
     def run(self, programs: int | None = None) -> None:
         """``programs`` is the persistent grid of the single launch; None launches the stages one by one."""

@@ -60,9 +60,11 @@ def _pieces(length: int, size: int) -> int:
     return -(-length // size)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What the tables depend on of one weight. ``aligned`` says whether it begins on a 16-byte boundary."""
+class Layout(NamedTuple):
+    """What the tables depend on of one weight. ``aligned`` says whether it begins on a 16-byte boundary.
+
+    A tuple, since layouts are compared at every call.
+    """
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -463,6 +465,9 @@ class _Builder:
         column_limit = plan.channels if turned else row_stride - (block.residues - 1) * plan.channels
         width = max(plan.channels, column_limit)
         is_identity = _is_identity(block.evaluation)
+        by_products = not is_identity and not turned and (block.residues == 1 or plan.channels % _ALIGN == 0)
+        # Of fewer taps, sums of outer products take no more instructions, and padding less of the products' time.
+        whole_chunk = _CHUNK // 2 < block.taps <= _CHUNK and weight.layout.dtype == torch.float32
         row = BlockRow(
             **weight.columns,
             tap_offsets=self.write_taps(weight.layout, block, padded_taps),
@@ -476,7 +481,8 @@ class _Builder:
                 tuple(zip(*block.evaluation, strict=True)), padded_taps, round_up(block.planes, _CHUNK)
             ),
             identity=int(is_identity),
-            by_products=int(not is_identity and not turned and (block.residues == 1 or plan.channels % _ALIGN == 0)),
+            by_products=int(by_products),
+            evaluated_by_products=int(by_products and whole_chunk),
             planes_bytes=planes.base_bytes,
             gradients_bytes=gradients.base_bytes,
             plane_stride=storage.plane_stride,
