@@ -519,10 +519,10 @@ def gram_tile(
         else:
             total = gram_rows(left, right, stride, length, side, i, j, total, PRECISION, TILE, TILE, DEPTH)
 
-    # Read again, since numbers kept through the loop would take registers that its sums need.
-    first_tile = tl.load(tile + fields.I_FIRST, volatile=True).to(tl.int64)
-    second_tile = tl.load(tile + fields.I_SECOND, volatile=True).to(tl.int64)
-    i, j = first_tile * TILE, second_tile * TILE
+    if TILE > 64:  # read again, since numbers kept through the loop would take registers that its sums need
+        first_tile = tl.load(tile + fields.I_FIRST, volatile=True).to(tl.int64)
+        second_tile = tl.load(tile + fields.I_SECOND, volatile=True).to(tl.int64)
+        i, j = first_tile * TILE, second_tile * TILE
     mirrored = (tl.load(output + fields.O_SYMMETRIC) != 0) & (first_tile != second_tile)
     stored = with_grad != 0
     if kind == fields.STORE:
