@@ -257,11 +257,12 @@ def _lower_fourier(plan: FourierPlan, dtype: torch.dtype) -> Lowered:
         layout += [axis, plan.axes[axis].taps, plan.axes[axis].step, *places[-2:]]
     taps = plan.class_taps[last]
     frequencies = 2 * torch.arange(taps, device="cpu", dtype=torch.int32)
-    for scale in (1.0, 8 / prod(plan.sizes)):  # the second for the way back
+    for back in (False, True):
+        scale = 8 / prod(plan.sizes) if back else 1.0
         for matrix in _turns(_from_middle(taps)[: (taps + 1) // 2], frequencies, 2 * taps - 1, dtype, scale):
-            if scale != 1.0:
+            if back:
                 matrix[:, 0] /= 2  # frequency zero has no partner
-            add(_padded(matrix if scale == 1.0 else matrix.mT))
+            add(_padded(matrix.mT if back else matrix))
     layout += [last, plan.axes[last].taps, plan.axes[last].step, -1, -1, *places[-4:]]
     return Lowered(torch.tensor(layout, dtype=torch.int64, device="cpu"), None, torch.cat(tables))
 
