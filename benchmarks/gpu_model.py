@@ -22,9 +22,9 @@ from shapes import NETWORKS, Layer
 
 from ocnn_fused import engine
 from ocnn_fused.backends.device import SPECS, DeviceSpec
-from ocnn_fused.backends.model import launches, list_seconds, plan_seconds, workspace_bytes
-from ocnn_fused.backends.triton import grouped
-from ocnn_fused.backends.triton.config import ADDED_BARRIERS, SINGLE_LOSS, prefer_single
+from ocnn_fused.backends.model import launches, plan_seconds, split_into_passes, workspace_bytes
+from ocnn_fused.backends.triton import workspace_limit
+from ocnn_fused.backends.triton.config import BARRIERS, SINGLE_LOSS, STAGED_LAUNCHES, prefer_single
 from ocnn_fused.plan import Plan, candidates
 from ocnn_fused.problem import Options, Precision
 from ocnn_fused.regularizer.distributed import balanced_shares
@@ -38,9 +38,7 @@ REFERENCE_LAUNCHES = 14
 REFERENCE_PASSES = 9
 #: Share of the product rate that a convolution with as few output positions as the self-convolution reaches in cuDNN.
 CONVOLUTION_EFFICIENCY = 0.4
-#: Launches of the fused loss when staged: one for each stage.
 STAGES = ("evaluate", "gram", "mix", "apply", "gather")
-STAGED_LAUNCHES = len(STAGES)
 
 #: ResNet-34 at 224x224: multiply-adds of one image forward (published: 3.66 G); a training step costs three times that.
 RESNET34_FORWARD = 3.66e9
@@ -84,33 +82,65 @@ def plans_of(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) ->
 
 def passes(plans: Sequence[Plan], precision: Precision) -> list[list[Plan]]:
     """What is computed together, within the limit of the workspace."""
-    pieces = grouped([workspace_bytes(plan, precision) for plan in plans])
-    return [[plans[place] for place in piece] for piece in pieces]
+    sizes = [workspace_bytes(plan, precision) for plan in plans]
+    return [[plans[place] for place in one] for one in split_into_passes(sizes, workspace_limit())]
+
+
+@dataclass(frozen=True)
+class Launches:
+    """How a list is launched: stage by stage, or all at once with barriers between the stages."""
+
+    passes: list[list[Plan]]
+    single: bool
+
+    @classmethod
+    def of(cls, plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> Launches:
+        """As the Triton backend does by itself."""
+        found = passes(plans, precision)
+        return cls(found, prefer_single(plans, spec, precision, len(found)))
+
+    @property
+    def count(self) -> int:
+        return 1 if self.single else STAGED_LAUNCHES * len(self.passes)
+
+    @property
+    def barriers(self) -> int:
+        return BARRIERS * len(self.passes) - 1 if self.single else 0
+
+    def seconds(self, spec: DeviceSpec) -> float:
+        """Without the stages' work."""
+        return self.count * spec.launch + self.barriers * spec.barrier
+
+    def loss(self, stage: str, spec: DeviceSpec, precision: Precision) -> float:
+        """Share of its work that a stage loses where more programs of it alone would share a multiprocessor."""
+        large = len(self.passes) > 1
+        as_alone = stage in ("gram", "apply") or (precision == "tf32" and spec.has_fast_products)
+        return SINGLE_LOSS if self.single and not (large and as_alone) else 0.0
+
+    def work(
+        self, spec: DeviceSpec, precision: Precision, accumulate: bool = False
+    ) -> list[tuple[str, dict[str, float], float]]:
+        """Stages of all passes: name, needs and the seconds it takes."""
+        return [
+            (name, needs, max(needs.values()) * (1 + self.loss(name, spec, precision)))
+            for one in self.passes
+            for name, needs in launches(one, spec, precision, accumulate=accumulate).items()
+        ]
 
 
 def fused_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision) -> tuple[float, int]:
-    """All layers in one call, and the number of launches.
-
-    The stages' work, five launches a pass, or one with its barriers; and backward, which multiplies all gradients by
-    the incoming one.
-    """
+    """All layers in one call, and the number of launches; with backward, which multiplies all gradients by one."""
     plans = plans_of(layers, spec, precision)
     weight_bytes = sum(4 * prod(layer.shape) * layer.count for layer in layers)
     backward = spec.launch + 2 * weight_bytes / spec.bandwidth
-    if prefer_single(plans, spec, precision):
-        single = list_seconds(plans, spec, precision) * (1 + SINGLE_LOSS)
-        return single + spec.launch + ADDED_BARRIERS * spec.barrier + backward, 2
-    pieces = passes(plans, precision)
-    work = sum(list_seconds(piece, spec, precision) for piece in pieces)
-    count = STAGED_LAUNCHES * len(pieces)
-    return work + count * spec.launch + backward, count + 1
+    how = Launches.of(plans, spec, precision)
+    return sum(took for *_, took in how.work(spec, precision)) + how.seconds(spec) + backward, how.count + 1
 
 
-def added_seconds(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> float:
-    """``add_grad_``: staged, and gradients are added to what is in ``.grad``; there is no backward."""
-    pieces = passes(plans, precision)
-    work = sum(list_seconds(piece, spec, precision, accumulate=True) for piece in pieces)
-    return work + STAGED_LAUNCHES * len(pieces) * spec.launch
+def added_seconds(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision, staged: bool = False) -> float:
+    """``add_grad_``: gradients are added to what is in ``.grad``; there is no backward."""
+    how = Launches(passes(plans, precision), single=False) if staged else Launches.of(plans, spec, precision)
+    return sum(took for *_, took in how.work(spec, precision, accumulate=True)) + how.seconds(spec)
 
 
 def sharded_seconds(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision, world: int) -> float:
@@ -157,20 +187,24 @@ def overhead_table(precision: Precision) -> str:
     lines = [
         f"Modelled, not measured: ResNet-34, batch {BATCH}, 224x224, matrix products in {precision}.",
         "",
-        "| device | training step, modelled ms | reference adds | `reg()` adds | `add_grad_` adds "
+        "| device | training step, modelled ms | reference adds | `reg()` adds | `add_grad_` adds | staged "
         f"| on {WORLD} ranks |",
-        "|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|",
     ]
     for device in DEVICES:
         spec = SPECS[device]
         native = spec.native_precision(precision)
         step, result = step_seconds(spec, precision), model(layers, spec, precision)
         plans = plans_of(layers, spec, native)
-        times = (added_seconds(plans, spec, native), sharded_seconds(plans, spec, native, WORLD))
-        added, sharded = (f"{time / step:.2%} ({time * 1e3:.3f} ms)" for time in times)
+        times = (
+            added_seconds(plans, spec, native),
+            added_seconds(plans, spec, native, staged=True),
+            sharded_seconds(plans, spec, native, WORLD),
+        )
+        added = " | ".join(f"{time / step:.2%} ({time * 1e3:.3f} ms)" for time in times)
         lines.append(
             f"| {device} | {step * 1e3:.0f} | {result.reference / step:.1%} ({result.reference * 1e3:.2f} ms) "
-            f"| {result.fused / step:.2%} ({result.fused * 1e3:.3f} ms) | {added} | {sharded} |"
+            f"| {result.fused / step:.2%} ({result.fused * 1e3:.3f} ms) | {added} |"
         )
     return "\n".join(lines)
 
@@ -186,17 +220,15 @@ def stage_table(precision: Precision) -> str:
     ]
     for device in DEVICES[:3]:
         spec = SPECS[device]
-        of_stage: dict[str, list[dict[str, float]]] = {name: [] for name in STAGES}
-        for piece in passes(plans_of(regularised(), spec, precision), precision):
-            for name, needs in launches(piece, spec, precision, accumulate=True).items():
-                of_stage[name].append(needs)
-        for name, of_pieces in of_stage.items():
-            sums = [sum(needs[key] for needs in of_pieces) for key in needed]
-            takes = sum(max(needs.values()) for needs in of_pieces)
-            figures = " | ".join(f"{time * 1e6:.0f}" for time in (*sums, takes))
-            lines.append(f"| {device} | {name} | {figures} |")
-        count = STAGED_LAUNCHES * len(of_stage["gram"])
-        lines.append(f"| {device} | {count} launches | - | - | - | - | {count * spec.launch * 1e6:.0f} |")
+        how = Launches.of(plans_of(regularised(), spec, precision), spec, precision)
+        every = how.work(spec, precision, accumulate=True)
+        for stage in STAGES:
+            own = [(needs, took) for name, needs, took in every if name == stage]
+            sums = [sum(needs[key] for needs, _ in own) for key in needed]
+            figures = " | ".join(f"{time * 1e6:.0f}" for time in (*sums, sum(took for _, took in own)))
+            lines.append(f"| {device} | {stage} | {figures} |")
+        between = f"{how.count} launch, {how.barriers} barriers" if how.single else f"{how.count} launches"
+        lines.append(f"| {device} | {between} | - | - | - | - | {how.seconds(spec) * 1e6:.0f} |")
     return "\n".join(lines)
 
 

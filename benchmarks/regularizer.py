@@ -22,13 +22,13 @@ from torch import nn
 
 from ocnn_fused import OrthRegularizer, engine
 from ocnn_fused.backends import triton
-from ocnn_fused.backends.job import Job, Operand
-from ocnn_fused.backends.triton.tables import workspace_of
+from ocnn_fused.backends.triton.tables import passes_of, workspace_of
 from ocnn_fused.plan import Plan
-from ocnn_fused.problem import Options
+from ocnn_fused.problem import Options, Precision
 
 DEPTHS = {"resnet18": (2, 2, 2, 2), "resnet34": (3, 4, 6, 3)}
 HOST_LAYERS = 36
+PRECISIONS: tuple[Precision, ...] = ("ieee", "tf32")
 
 
 def timed(contestants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -103,19 +103,16 @@ def memory(depths: tuple[int, ...], threads: int) -> str:
 
 
 def workspace(depths: tuple[int, ...]) -> str:
-    """Of the Triton backend, which works on the list in pieces."""
+    """Of the Triton backend, which works on the list in several passes."""
     reg = OrthRegularizer(ResNet(depths, 1000, cifar=False))
     lines = []
-    for precision in ("ieee", "tf32"):
-        jobs = []
-        for layer in reg.layers.values():
-            options = Options(backend="triton", precision=precision)  # type: ignore[arg-type]
-            plan = engine.choose(layer.problem, torch.float32, "A100", options).plan
-            if isinstance(plan, Plan):
-                jobs.append(Job(layer.problem, plan, Operand((), torch.float32, True), precision))  # type: ignore[arg-type]
-        pieces = triton.pieces(jobs, precision)  # type: ignore[arg-type]
-        most = max(sum(workspace_of(jobs[place].plan, 4, True) for place in piece) for piece in pieces)
-        lines.append(f"{precision}: at most {most / 2**20:.0f} MB of workspace in {len(pieces)} pieces")
+    for precision in PRECISIONS:
+        options = Options(backend="triton", precision=precision)
+        chosen = [engine.choose(layer.problem, torch.float32, "A100", options).plan for layer in reg.layers.values()]
+        plans = [plan for plan in chosen if isinstance(plan, Plan)]
+        passes = passes_of(plans, [True] * len(plans), precision, triton.workspace_limit())
+        most = max(sum(workspace_of(plans[place], 4, True) for place in one) for one in passes)
+        lines.append(f"{precision}: at most {most / 2**20:.0f} MB of workspace in {len(passes)} passes")
     return "\n".join(lines)
 
 

@@ -18,7 +18,7 @@ import re
 import gpu_check
 from dataclasses import replace
 from types import SimpleNamespace
-from ocnn_fused.backends.triton.config import SHIPPED, SHIPPED_AMD, Config, single_config
+from ocnn_fused.backends.triton.config import SHIPPED, SHIPPED_AMD, Config, single_configs
 
 good = gpu_check.Job("gram", "tf32", SHIPPED["tf32"][0], "sm_80")
 target = gpu_check.TARGETS["sm_80"]
@@ -66,7 +66,7 @@ gpu_check.BARS["gather"] = gpu_check.Bar(instructions=16, programs=99, wide=1.0)
 print(gpu_check.check(gather).problems)
 
 # A program that takes more tensor memory than there is.
-single = gpu_check.Job("single", "tf32", single_config(SHIPPED["tf32"]), "sm_80")
+single = gpu_check.Job("single", "tf32", single_configs(SHIPPED["tf32"])[0], "sm_80")
 gpu_check.tensor_columns = lambda compiled: 1024
 print(gpu_check.check(single).problems)
 """

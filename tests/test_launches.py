@@ -18,9 +18,13 @@ from triton.runtime.interpreter import GridExecutor
 from triton_support import execution, needs_interpreter
 
 from ocnn_fused import OrthRegularizer, engine
-from ocnn_fused.backends import triton
+from ocnn_fused.backends.triton import config
+from ocnn_fused.backends.triton.tables import STAGES as EVERY_STAGE
 
 _KERNEL = "a kernel of Triton"
+
+#: No target is free here.
+STAGES = EVERY_STAGE[1:]
 
 #: Operations that touch no element: they launch nothing.
 _NOTHING = {
@@ -93,8 +97,8 @@ def step_of(model: nn.Module, reg: OrthRegularizer | None, add: bool = False) ->
     return step
 
 
-def regularizer(model: nn.Module) -> OrthRegularizer:
-    reg = OrthRegularizer(model, weight=lambda name, _: 1.0 + float(name), backend="triton", launch="staged")
+def regularizer(model: nn.Module, launch: str | None = "staged") -> OrthRegularizer:
+    reg = OrthRegularizer(model, weight=lambda name, _: 1.0 + float(name), backend="triton", launch=launch)
     reg._warned.add("growth")  # who watches copies the losses in each eighth step
     return reg
 
@@ -121,19 +125,40 @@ def test_the_count_sees_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
     assert added.total() > 20, added
 
 
-@needs_interpreter
-@pytest.mark.parametrize(("megabytes", "pieces"), [("128", 1), ("0.3", 2)])
-def test_add_grad_launches_five_kernels_per_piece_and_nothing_else(
-    megabytes: str, pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OCNN_FUSED_WORKSPACE_MB", megabytes)
+@pytest.fixture
+def limited_workspace(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OCNN_FUSED_WORKSPACE_MB", request.param)
     engine.prepare.cache_clear()
+    yield
+    engine.prepare.cache_clear()
+
+
+@needs_interpreter
+@pytest.mark.parametrize(("limited_workspace", "passes"), [("128", 1), ("0.3", 2)], indirect=["limited_workspace"])
+@pytest.mark.usefixtures("limited_workspace")
+def test_add_grad_launches_five_kernels_per_pass_and_nothing_else(passes: int) -> None:
     model = network(12)
-    calls = []
-    run = triton.run
-    monkeypatch.setattr(triton, "run", lambda *a, **options: calls.append(len(a[0])) or run(*a, **options))
     plain = launches(step_of(model, None, add=True))
     added = launches(step_of(model, regularizer(model), add=True)) - plain
-    engine.prepare.cache_clear()
-    assert len(calls) == 2 * pieces  # the step runs twice
-    assert added == {f"{stage}_kernel": pieces for stage in ("evaluate", "gram", "mix", "apply", "gather")}
+    assert added == {f"{stage}_kernel": passes for stage in STAGES}
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("limited_workspace", "kernels"),
+    [("128", {f"{stage}_kernel": 1 for stage in STAGES}), *((size, {"single_kernel": 1}) for size in ("0.3", "0.05"))],
+    indirect=["limited_workspace"],
+    ids=["one pass", "two passes", "more"],
+)
+@pytest.mark.usefixtures("limited_workspace")
+@pytest.mark.parametrize("add", [False, True], ids=["reg()", "add_grad_"])
+def test_launches_do_not_grow_with_the_passes(
+    kernels: dict[str, int], add: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By itself: no launch is asked for, and for no other reason is one preferred to five."""
+    monkeypatch.setattr(config, "SINGLE_LOSS", 1e9)
+    model = network(12)
+    plain = launches(step_of(model, None, add))
+    added = launches(step_of(model, regularizer(model, launch=None), add)) - plain
+    assert {name: count for name, count in added.items() if name.endswith("_kernel")} == kernels
+    assert added.total() <= 12, added

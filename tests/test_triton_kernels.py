@@ -76,7 +76,7 @@ def test_every_size_of_the_mix_has_tiles_off_the_diagonal() -> None:
     sizes = set()
     for case, name in KINDS.values():
         tables = tables_for([on_device(case)], [plan_named(case, name)], [True], torch.float32, BIG)
-        begin, end = tables.stage("mix")
+        begin, end = tables.passes[0].stage("mix")
         for row, first, second, _ in tables.tiles[begin:end].tolist():
             sizes |= {tables.table[row + fields.M_SIZE.value].item()} if first != second else set()
     assert sizes == set(MIX_SIZES)
@@ -394,7 +394,7 @@ def test_channels_last_direct_needs_neither_evaluate_nor_gather() -> None:
     case = Case((8, 16, 3, 3))
     weight = on_device(case).contiguous(memory_format=torch.channels_last)
     tables = tables_for([weight], [plan_named(case, "direct/row")], [True], torch.float32, BIG)
-    assert {stage: end - begin for stage in ("evaluate", "mix", "gather") for begin, end in [tables.stage(stage)]} == {
+    assert {stage: end - begin for stage in ("evaluate", "mix", "gather") for begin, end in [tables.passes[0].stage(stage)]} == {
         "evaluate": 0,
         "mix": 0,
         "gather": 0,
@@ -498,7 +498,7 @@ def test_two_programs_on_one_tile_are_seen_when_interleaved_and_only_then(
     case, name = KINDS["toom 3 taps"]
     weight, plan = on_device(case), plan_named(case, name)
     tables = tables_for([weight], [plan], [True], torch.float32, EDGES)
-    begin, end = tables.stage("mix")
+    begin, end = tables.passes[0].stage("mix")
     # Several, since by products all of a tile is read at once: one must have written before another reads.
     repeated = tables.tiles[begin:end].repeat_interleave(8, dim=0)
     monkeypatch.setattr(support.Call, "_tiles", _with_mix_tiles(support.Call._tiles, repeated))
@@ -515,7 +515,7 @@ def test_two_programs_on_one_tile_are_seen_when_interleaved_and_only_then(
 
 
 def _with_mix_tiles(original: object, tiles: torch.Tensor) -> object:
-    def replaced(self: object, stage: str) -> object:
-        return (len(tiles), tiles) if stage == "mix" else original(self, stage)  # type: ignore[operator]
+    def replaced(self: object, one: fields.PassRow, stage: str) -> object:
+        return (len(tiles), tiles) if stage == "mix" else original(self, one, stage)  # type: ignore[operator]
 
     return replaced

@@ -50,7 +50,9 @@ from ocnn_fused.backends.triton.config import (
     choose_config,
     prefer_single,
     shipped,
+    single_configs,
 )
+from ocnn_fused.backends.triton.fields import PassRow
 from ocnn_fused.backends.triton.tables import STAGES
 from ocnn_fused.plan import Plan
 from ocnn_fused.problem import Options, Precision
@@ -369,7 +371,7 @@ def test_the_grid_is_counted_once_and_nothing_of_the_call_is_kept(blackwell: Com
     workspaces = []
     for _ in range(2):
         call = Call([on_device(case)], [plan_named(case, "gram/row")], True, "ieee", EDGES)
-        call.tables = replace(call.tables, ends=(0, 10**6, 10**6, 10**6, 10**6))
+        call.tables = replace(call.tables, passes=(PassRow(0, 0, *[10**6] * 5),))
         assert cooperative.resident_programs(call) == 2 * 148  # of 256 columns of tensor memory each
         workspaces.append(weakref.ref(call.workspace))
     del call
@@ -660,12 +662,23 @@ def test_wide_tiles_need_more_of_them_and_little_padding() -> None:
     assert backend._wide_padding((full, half), WIDE_TILES) > 0.05
 
 
-def test_one_launch_for_little_work_only() -> None:
+def test_one_launch_for_little_work_or_several_passes() -> None:
     spec = SPECS["A100"]
     little, much = plan_named(Case((16, 16, 3, 3)), "toom/row"), plan_named(Case((512, 512, 3, 3)), "toom/row")
     assert prefer_single([little], spec, "tf32")
     assert not prefer_single([much], spec, "tf32")
     assert not prefer_single([little] * 10_000, spec, "tf32")
+    assert prefer_single([much], spec, "tf32", passes=2)
+
+
+@pytest.mark.parametrize("device", ["A100", "H100", "RTX 4090"])
+@pytest.mark.parametrize("precision", get_args(Precision))
+def test_a_single_launch_has_the_tiles_of_the_stages(device: str, precision: str) -> None:
+    """Large ones for much work: nothing is lost there but where a stage alone would have more warps."""
+    configs = shipped(SPECS[device])[precision]
+    for alone, together in zip(configs, single_configs(configs), strict=True):
+        assert (together.tile, together.wide, together.warps) == (alone.tile, alone.wide, alone.warps)
+        assert together.by_products == alone.by_products
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ For each kernel: no stack, no local (spilled) loads or stores, shared memory wit
 asks for, every operand of a TF32 product rounded where it is stored, the matrix instruction where the precision
 promises one, and as many of them as the plan has multiply-adds: the machine code has the same matrix instructions as
 the compiler's last LLVM IR, and the control flow of that is executed for all work items of sample plans. Exits non-zero
-if anything is wrong. This shows what the GPU would run, not how fast. Takes about four minutes on two cores.
+if anything is wrong. This shows what the GPU would run, not how fast. Takes about six minutes on two cores.
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ from triton.compiler import ASTSource
 from ocnn_fused.backends.device import SPECS
 from ocnn_fused.backends.model import SPLIT_PRODUCTS, product_work
 from ocnn_fused.backends.triton import fields, kernels
-from ocnn_fused.backends.triton.config import Config, compile_options, shipped, single_config
+from ocnn_fused.backends.triton.config import Config, compile_options, shipped, single_configs
 from ocnn_fused.backends.triton.cooperative import (
     RESERVED_SHARED,
+    is_possible,
     most_warps,
     programs_per_multiprocessor,
     tensor_columns,
 )
 from ocnn_fused.backends.triton.launch import kernel_constants
-from ocnn_fused.backends.triton.tables import STAGES, Layout, Tables, build_tables
+from ocnn_fused.backends.triton.tables import Layout, Tables, build_tables
 from ocnn_fused.plan import Plan, candidates
 from ocnn_fused.problem import problem_of
 
@@ -164,9 +165,9 @@ class Job:
 
     @property
     def wants_matrix_instructions(self) -> bool:
-        if "BY_PRODUCTS" in self.constants:
-            return bool(self.constants["BY_PRODUCTS"])
-        return "PRECISION" in self.constants and (self.precision != "ieee" or not TARGETS[self.target].is_nvidia)
+        if "PRECISION" in self.constants:
+            return self.precision != "ieee" or not TARGETS[self.target].is_nvidia
+        return bool(self.constants.get("BY_PRODUCTS"))
 
     @property
     def roundings(self) -> int:
@@ -209,7 +210,8 @@ def jobs(targets: Sequence[str]) -> Iterator[Job]:
     for target in targets:
         every = shipped(SPECS[TARGETS[target].device])
         for precision, configs in every.items():
-            yield Job("single", precision, single_config(configs), target)
+            if TARGETS[target].is_nvidia and is_possible():
+                yield from (Job("single", precision, config, target) for config in single_configs(configs))
             for config in configs:
                 yield Job("gram", precision, config, target)
                 yield Job("apply", precision, config, target)
@@ -339,10 +341,14 @@ _SAMPLES = (
     ((136, 72), "gram/column"),
     ((24, 100), "gram/row"),
 )
+#: Places of those that share the workspace where one launch makes several passes.
+_PASSES = (range(2), range(2, 5))
 
 
 @cache
-def _sample(precision: str, config: Config) -> tuple[list[Plan], list[torch.Tensor], Tables]:
+def _sample(
+    precision: str, config: Config, passes: tuple[range, ...] | None
+) -> tuple[list[Plan], list[torch.Tensor], Tables]:
     """Plans, their weights and tables."""
     plans = []
     for shape, name in _SAMPLES:
@@ -352,7 +358,7 @@ def _sample(precision: str, config: Config) -> tuple[list[Plan], list[torch.Tens
     plane = torch.bfloat16 if precision == "bf16" else torch.float32
     wanted = [True] * len(plans)
     layouts, device = [Layout.of(weight) for weight in weights], torch.device("cpu")
-    tables = build_tables(layouts, plans, wanted, plane, config, device, precision == "tf32")
+    tables = build_tables(layouts, plans, wanted, plane, config, device, precision == "tf32", passes)
     return plans, weights, tables
 
 
@@ -396,12 +402,13 @@ def _check_matrix_instructions(outcome: Outcome, module: str) -> None:
     shapes = {_shape(name) for name in outcome.matrix} - {None}
     if shapes and shapes != {call.split()[1] for call in flow.static}:
         outcome.problems.append(f"matrix instructions {set(outcome.matrix)}, but {set(flow.static)} in LLVM IR")
-    plans, weights, tables = _sample(job.precision, job.config)
+    plans, weights, tables = _sample(job.precision, job.config, _PASSES if job.kernel == "single" else None)
     work = [product_work(plan, job.config.tile, job.config.depth, job.config.wide) for plan in plans]
     stages = {"gram": (0,), "apply": (1,), "single": (0, 1)}.get(job.kernel, ())
     expected = sum(of_plan[stage] for of_plan in work for stage in stages) * (3 if job.precision == "tf32x3" else 1)
     if job.constants.get("BY_PRODUCTS"):
-        expected += split_work(tables, job.kernel, job.config)
+        split = ("evaluate", "mix", "gather") if job.kernel == "single" else (job.kernel,)
+        expected += sum(split_work(tables, stage, job.config) for stage in split)
     outcome.multiply_adds = _executed(flow, job, weights, tables)
     if outcome.multiply_adds != expected:
         outcome.problems.append(f"{outcome.multiply_adds} multiply-adds are executed, the plans have {expected}")
@@ -412,12 +419,12 @@ def split_work(tables: Tables, stage: str, config: Config) -> int:
 
     mix: the sum of each tile with its mirror image and the difference, there and back. The others: whole tiles.
     """
-    begin, end = tables.stage(stage)
+    tiles = [tile for one in tables.passes for tile in range(*one.stage(stage))]
     is_evaluate = stage == "evaluate"
     flag = fields.B_EVALUATED_BY_PRODUCTS if is_evaluate else fields.B_BY_PRODUCTS
     elements = config.rows * (config.columns if is_evaluate else config.gathered_columns)
     total = 0
-    for row in tables.tiles[begin:end, 0].tolist():
+    for row in tables.tiles[tiles, 0].tolist():
         if stage == "mix":
             size = int(tables.table[row + fields.M_SIZE.value])
             total += 4 * size**2 * {16: 16, 32: 8}[size] ** 2
@@ -431,16 +438,18 @@ def _executed(flow: ControlFlow, job: Job, weights: list[torch.Tensor], tables: 
     """Multiply-adds of all programs of the sample plans' launch."""
     addresses = torch.tensor([weight.data_ptr() for weight in weights])
     memory = Memory((tables.table, tables.constants, tables.tiles, addresses))
-    begin, end = tables.stage(job.kernel) if job.kernel != "single" else (0, 1)  # one program does all stages
+    # Of the single launch one program does all stages.
+    begin, end = tables.passes[0].stage(job.kernel) if job.kernel != "single" else (0, 1)
     values = {
         "table": tables.table.data_ptr(),
         "constants": tables.constants.data_ptr(),
         "tiles": tables.tiles[begin:].data_ptr(),
         "weights": addresses.data_ptr(),
         "with_grad": 1,
+        "pass_rows": tables.pass_rows,
+        "passes": len(tables.passes),
         "loss_rows": tables.loss_rows,
         "count": tables.count,
-        **{f"{stage}_end": last for stage, last in zip(STAGES, tables.ends, strict=True)},
     }
     # Those that no branch depends on are left at zero, like the compiler's own at the end.
     arguments = [values.get(name, 0) for name in job.function.arg_names if name not in job.constants]

@@ -222,6 +222,19 @@ def plan_seconds(plan: Plan, spec: DeviceSpec, precision: Precision, with_grad: 
 PASS_MEGABYTES = 160
 
 
+def split_into_passes(sizes: Sequence[int], limit: int) -> tuple[range, ...]:
+    """Places of neighbours whose sizes together stay within the limit, or within the largest of all."""
+    limit = max(limit, *sizes)
+    found: list[range] = []
+    first = used = 0
+    for place, size in enumerate(sizes):
+        if used + size > limit:
+            found.append(range(first, place))
+            first, used = place, 0
+        used += size
+    return (*found, range(first, len(sizes)))
+
+
 @lru_cache(maxsize=16384)
 def seconds_in_list(plan: Plan, spec: DeviceSpec, precision: Precision) -> float:
     """Modelled time of one layer among others, by which its plan is chosen: the cache is shared like the workspace."""

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_iter
 
 from ocnn_fused.backends.device import SPECS
 from ocnn_fused.backends.triton import cooperative, kernels
-from ocnn_fused.backends.triton.config import shipped, single_config
+from ocnn_fused.backends.triton.config import Config, shipped, single_configs
 from ocnn_fused.backends.triton.launch import Call
 from ocnn_fused.backends.triton.tables import STAGES
 
@@ -91,15 +91,15 @@ class DeviceMemory(TorchDispatchMode):
         return result
 
 
-def make_call(config: Any) -> Call:
+def make_call(config: Config, passes: tuple[range, ...] | None = None) -> Call:
     weights = [case.random(dtype=torch.float32) for _, case in LAYERS]
-    return Call(weights, [plan_named(case, name) for name, case in LAYERS], True, PRECISION, config)
+    return Call(weights, [plan_named(case, name) for name, case in LAYERS], True, PRECISION, config, passes=passes)
 
 
 def expected(call: Call, kernel: str) -> dict[str, int]:
     """What each of a kernel's parameters should be, by name; counters are memory of the launch's own."""
     tables, stage = call.tables, kernel.removesuffix("_kernel")
-    begin, _ = (0, 0) if stage == "single" else tables.stage(stage)
+    begin, _ = (0, 0) if stage == "single" else tables.passes[0].stage(stage)
     return {
         "table": tables.table.data_ptr(),
         "constants": tables.constants.data_ptr(),
@@ -115,7 +115,8 @@ def expected(call: Call, kernel: str) -> dict[str, int]:
         "factor": int.from_bytes(struct.pack("<f", call.scaling[2]), "little"),
         "loss_rows": tables.loss_rows,
         "count": tables.count,
-        **{f"{stage}_end": end for stage, end in zip(STAGES, tables.ends, strict=True)},
+        "pass_rows": tables.pass_rows,
+        "passes": len(tables.passes),
     }
 
 
@@ -165,10 +166,10 @@ def main() -> None:
     with DeviceMemory():
         call = make_call(configs[0])
         call.run()
-        report["tiles"] = {stage: len(range(*call.tables.stage(stage))) for stage in STAGES}
+        report["tiles"] = {stage: len(range(*call.tables.passes[0].stage(stage))) for stage in STAGES}
         report["staged"] = launches(call)
 
-        single = make_call(single_config(configs))
+        single = make_call(single_configs(configs)[0], passes=(range(3), range(3, 4)))
         programs = cooperative.resident_programs(single)
         single.run(programs)
         report["programs"] = programs

@@ -20,7 +20,7 @@ from ..job import Epilogue, Executable, Job, is_bilinear, joined
 from ..model import PASS_MEGABYTES, product_work, seconds_in_list
 from ..rounding import is_accurate
 from .availability import unavailable_reason
-from .config import LARGE_TILES, MIX_SIZES, Config, choose_config, prefer_single, shipped, single_config
+from .config import LARGE_TILES, MIX_SIZES, Config, choose_config, prefer_single, shipped, single_configs
 from .tuned import tuned_config
 
 __all__ = [
@@ -56,25 +56,25 @@ def seconds(plan: Plan, dtype: torch.dtype, device: Device, precision: Precision
 
 
 def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
-    """One pass for each precision among the jobs, or several where the workspace would grow too large.
+    """One call for each precision among the jobs; it takes several passes where the workspace would grow too large.
 
     float64 weights go to the plain PyTorch executor of the same plans: their products belong to the vendor's library,
     not to tensor-core tiles.
     """
+    from .tables import passes_of
+
     places: dict[Precision | None, list[int]] = {}
     for index, job in enumerate(jobs):
         places.setdefault(None if job.operand.dtype == torch.float64 else job.precision, []).append(index)
     parts: list[tuple[list[int], Executable]] = []
     for precision, indices in places.items():
+        some = [jobs[index] for index in indices]
         if precision is None:
-            parts.append((indices, pytorch.prepare([jobs[index] for index in indices], device, options)))
+            parts.append((indices, pytorch.prepare(some, device, options)))
             continue
-        for piece in pieces([jobs[index] for index in indices], precision):
-            of_piece = [indices[place] for place in piece]
-            plans = [jobs[index].plan for index in of_piece]
-            with_grad = [jobs[index].operand.with_grad for index in of_piece]
-            launch = options.launch or "auto"
-            parts.append((of_piece, partial(_execute, plans, with_grad, precision, launch)))
+        plans, with_grad = [job.plan for job in some], [job.operand.with_grad for job in some]
+        passes = passes_of(plans, with_grad, precision, workspace_limit())
+        parts.append((indices, partial(_execute, plans, with_grad, precision, options.launch or "auto", passes)))
     return joined(parts)
 
 
@@ -83,32 +83,11 @@ def _execute(
     with_grad: Sequence[bool],
     precision: Precision,
     launch: Launch,
+    passes: tuple[range, ...],
     weights: Sequence[Tensor],
     epilogue: Epilogue | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    return run(weights, plans, with_grad, precision=precision, launch=launch, epilogue=epilogue)
-
-
-def pieces(jobs: Sequence[Job[Plan]], precision: Precision) -> list[list[int]]:
-    """Places of neighbouring jobs whose workspaces together stay within the limit, or within the largest one's."""
-    from .tables import workspace_of
-
-    sizes = [workspace_of(job.plan, 2 if precision == "bf16" else 4, job.operand.with_grad) for job in jobs]
-    return grouped(sizes)
-
-
-def grouped(sizes: Sequence[int]) -> list[list[int]]:
-    """Places of neighbours that together take no more than the workspace may, or than the largest alone."""
-    limit = max(workspace_limit(), *sizes)
-    found: list[list[int]] = [[]]
-    used = 0
-    for place, size in enumerate(sizes):
-        if used + size > limit:
-            found.append([])
-            used = 0
-        found[-1].append(place)
-        used += size
-    return found
+    return run(weights, plans, with_grad, precision=precision, launch=launch, epilogue=epilogue, passes=passes)
 
 
 def workspace_limit() -> int:
@@ -133,29 +112,39 @@ def run(
     launch: Launch = "auto",
     config: Config | None = None,
     epilogue: Epilogue | None = None,
+    passes: tuple[range, ...] | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False; none is float64."""
+    """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False; none is float64.
+
+    ``passes`` are the places of the weights that share the workspace, all of them by default.
+    """
     from .cooperative import is_possible, resident_programs
     from .launch import Call, can_add
 
     if epilogue is not None and (epilogue.per_target or not can_add(weights, epilogue.targets)):
-        losses, grads = run(weights, plans, with_grad, precision=precision, launch=launch, config=config)
+        losses, grads = run(
+            weights, plans, with_grad, precision=precision, launch=launch, config=config, passes=passes
+        )
         return losses, [
             epilogue.settle(place, weight, grad, plan.groups) if wanted else grad
             for place, (weight, grad, plan, wanted) in enumerate(zip(weights, grads, plans, with_grad, strict=True))
         ]
-    spec = spec_of(weights[0].device)
+    device, count = weights[0].device, len(passes or (plans,))
     programs = None
-    if launch == "single" or (launch == "auto" and is_possible() and prefer_single(plans, spec, precision)):
-        call = Call(weights, plans, with_grad, precision, config or single_config(shipped(spec)[precision]), epilogue)
+    if launch == "single" or (
+        launch == "auto" and is_possible() and prefer_single(plans, spec_of(device), precision, count)
+    ):
+        of_one = config or config_for(plans, precision, device, count, single=True)
+        call = Call(weights, plans, with_grad, precision, of_one, epilogue, passes)
         programs = resident_programs(call)
         if programs is None and launch == "single":
             raise RuntimeError(
-                "launch='single' needs cooperative launches with a provable grid, which this device lacks"
+                "launch='single' needs triton 3.5 or newer, and cooperative launches with a provable grid, "
+                "which AMD's devices lack"
             )
     if programs is None:
-        config = config or config_for(plans, precision, weights[0].device)
-        call = Call(weights, plans, with_grad, precision, config, epilogue)
+        of_each = config or config_for(plans, precision, device, count)
+        call = Call(weights, plans, with_grad, precision, of_each, epilogue, passes)
     call.run(programs)
     if call.adds:
         torch.autograd.graph.increment_version([t for t in epilogue.targets if not t.is_inference()])  # type: ignore[union-attr]
@@ -163,13 +152,22 @@ def run(
     return call.loss_of_each(), call.grads()
 
 
-def config_for(plans: Sequence[Plan], precision: Precision, device: torch.device) -> Config:
-    """What :func:`ocnn_fused.tune` found for this device and these layers, else by :func:`.config.choose_config`."""
+def config_for(
+    plans: Sequence[Plan], precision: Precision, device: torch.device, passes: int = 1, single: bool = False
+) -> Config:
+    """By :func:`.config.choose_config`; launches of single stages as :func:`ocnn_fused.tune` found them, if it did."""
     spec = spec_of(device)
     configs = shipped(spec)[precision]
-    tiles = _large_tiles(tuple(plans))
     padding = _wide_padding(tuple(plans), configs[-1]) if configs[-1].wide else 0.0
-    return tuned_config(device, precision, plans) or choose_config(configs, tiles, spec.multiprocessors, padding)
+    choose = partial(
+        choose_config,
+        large_tiles=_large_tiles(tuple(plans)) // passes,
+        multiprocessors=spec.multiprocessors,
+        wide_padding=padding,
+    )
+    if single:
+        return choose(single_configs(configs))
+    return tuned_config(device, precision, plans) or choose(configs)
 
 
 @lru_cache(maxsize=64)

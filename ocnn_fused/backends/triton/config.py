@@ -137,9 +137,15 @@ def _registers(kernel: str, config: Config) -> int:
     return 208 if _spills_early() else 168  # two programs, or three
 
 
-def single_config(configs: tuple[Config, ...]) -> Config:
-    """The smallest tiles, shallow and buffered twice: the single kernel has little work and no registers to spare."""
-    return replace(configs[0], depth=16, stages=2, warps=8 if _spills_early() else configs[0].warps)
+def single_configs(configs: tuple[Config, ...]) -> tuple[Config, ...]:
+    """Those of the single kernel, in which all stages share the registers of a thread: some are shallower."""
+    return tuple(map(_single_config, configs))
+
+
+def _single_config(config: Config) -> Config:
+    if config.tile <= 64:
+        return replace(config, depth=16, stages=2, lanes=32 * config.warps)
+    return replace(config, depth=16) if config.by_products else config
 
 
 def choose_config(
@@ -160,18 +166,25 @@ def choose_config(
 MOST_PADDING = 0.05
 
 
-#: Launches that the single kernel saves: four of at most five.
-SAVED_LAUNCHES = 4
-#: Barriers that it adds.
-ADDED_BARRIERS = 4
-#: What it loses otherwise, as a share of the work: all stages run with the resources of the greediest.
+#: Launches of one pass, of which the single kernel saves all but one of a call.
+STAGED_LAUNCHES = 5
+#: Barriers that it has in a pass; behind the last one there is none.
+BARRIERS = 5
+#: What a stage loses in it, as a share of its work, where fewer programs share a multiprocessor than do without it. With
+#: small tiles that is so for all stages.
 SINGLE_LOSS = 0.25
 
 
-def prefer_single(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> bool:
-    """One launch pays while the launches it saves cost more than its barriers and its lower occupancy."""
-    work = _work_seconds(tuple(plans), spec, precision)
-    return SAVED_LAUNCHES * spec.launch > ADDED_BARRIERS * spec.barrier + SINGLE_LOSS * work
+def prefer_single(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision, passes: int = 1) -> bool:
+    """One launch pays while the launches it saves cost more than its barriers and its lower occupancy.
+
+    A list of several passes fills the device with large tiles, of which no more than one fits on a multiprocessor
+    anyway; and the number of launches must not grow with the network.
+    """
+    if passes > 1:
+        return True
+    loss = SINGLE_LOSS * _work_seconds(tuple(plans), spec, precision)
+    return (STAGED_LAUNCHES - 1) * spec.launch > (BARRIERS - 1) * spec.barrier + loss
 
 
 @lru_cache(maxsize=64)

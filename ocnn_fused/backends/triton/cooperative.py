@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import signature
+from itertools import pairwise
 from typing import Any
 
 import torch
+import triton.language as tl
 
 from . import kernels
 from .availability import interpreted
@@ -47,9 +50,14 @@ def tensor_columns(compiled: Any) -> int:
     return getattr(compiled.metadata, "tmem_size", None) or 0
 
 
+#: Whether a loop can be kept from having what does not change in it computed in front of it, since triton 3.5. The single
+#: kernel would compute, and keep in registers, what all of its stages need, and spill.
+_LOOPS_STAY_WHOLE = "disable_licm" in signature(tl.range.__init__).parameters
+
+
 def is_possible() -> bool:
-    """Whether a grid can be proven to fit at all: on AMD, what would prove it is not reported."""
-    return interpreted() or torch.version.hip is None
+    """Whether the single kernel compiles, and its grid can be proven to fit: AMD does not report what would prove it."""
+    return _LOOPS_STAY_WHOLE and (interpreted() or torch.version.hip is None)
 
 
 def resident_programs(call: Call) -> int | None:
@@ -58,8 +66,7 @@ def resident_programs(call: Call) -> int | None:
     A grid that is too large is never launched, and if the count were wrong a cooperative launch would be refused by the
     driver: the barrier cannot wait for a program that was not started.
     """
-    tables = call.tables
-    most_items = max(end - begin for begin, end in zip((0, *tables.ends[:-1]), tables.ends, strict=True))
+    most_items = max(end - begin for one in call.tables.passes for begin, end in pairwise(one))
     if not is_possible():
         return None
     if interpreted():

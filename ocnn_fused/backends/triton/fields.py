@@ -198,6 +198,23 @@ class LossRow(NamedTuple):
     target: int  # the first group's TargetRow; the others follow
 
 
+class PassRow(NamedTuple):
+    """One pass over some of the weights, with the whole workspace to itself: where its work items lie, stage by stage."""
+
+    begin: int
+    squares_end: int
+    evaluate_end: int
+    gram_end: int
+    mix_end: int
+    apply_end: int
+    gather_end: int
+
+    def stage(self, name: str) -> tuple[int, int]:
+        """Where the work items of a stage begin and end."""
+        place = self._fields.index(f"{name}_end")
+        return self[place - 1], self[place]
+
+
 class Tile(NamedTuple):
     """One work item: the row it belongs to, where in it, and the slot of its partial loss."""
 
@@ -212,7 +229,7 @@ class Tile(NamedTuple):
 _COLUMNS = {
     "B": BlockRow._fields, "O": OutputRow._fields, "P": ProductRow._fields, "M": MixRow._fields, "L": LossRow._fields,
     "G": GradientRow._fields, "T": TermRow._fields, "S": SmallRow._fields, "I": Tile._fields, "A": TargetRow._fields,
-    "Q": SquaresRow._fields,
+    "Q": SquaresRow._fields, "E": PassRow._fields,
 }  # fmt: skip
 for _prefix, _names in _COLUMNS.items():
     for _index, _name in enumerate((*_names, "width")):

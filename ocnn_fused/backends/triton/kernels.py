@@ -1164,54 +1164,66 @@ def grid_barrier(arrivals, target):
     tl.debug_barrier()
 
 
-_ENDS = ("squares_end", "evaluate_end", "gram_end", "mix_end", "apply_end", "gather_end")
-
-
-@triton.jit(do_not_specialize=["with_grad", *_ENDS, "loss_rows", "count"])
+@triton.jit(do_not_specialize=["with_grad", "pass_rows", "passes", "loss_rows", "count"])
 def single_kernel(
     table, constants, tiles, weights, workspace, partials, grads, targets, losses, arrivals, with_grad, factors, factor,
-    squares_end, evaluate_end, gram_end, mix_end, apply_end, gather_end, loss_rows, count,
+    pass_rows, passes, loss_rows, count,
     PLANE: tl.constexpr, TF32: tl.constexpr, PRECISION: tl.constexpr, TILE: tl.constexpr, WIDTH: tl.constexpr,
     DEPTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATHERED_COLUMNS: tl.constexpr,
-    LANES: tl.constexpr, ADDS: tl.constexpr,
+    LANES: tl.constexpr, ADDS: tl.constexpr, BY_PRODUCTS: tl.constexpr,
 ):  # fmt: skip
-    """All stages in order; ``*_end`` bound each stage's part of ``tiles``. ``arrivals`` starts at zero.
+    """All stages of all passes, in order; ``arrivals`` starts at zero.
 
-    A stage without work needs no barrier of its own. The losses are reduced while others apply.
+    A stage without work needs no barrier of its own. The losses are reduced while others apply. Nothing is hoisted out
+    of the loops: what one stage has computed beforehand would take registers from all others.
     """
     program = tl.program_id(0).to(tl.int64)
     programs = tl.num_programs(0)
     target = programs
-    for index in range(program, squares_end, programs):
-        squares_tile(table, tiles + index * fields.I_WIDTH, weights, workspace, partials, LANES)
-    for index in range(squares_end + program, evaluate_end, programs):
-        tile = tiles + index * fields.I_WIDTH
-        evaluate_tile(table, constants, tile, weights, workspace, PLANE, TF32, ROWS, COLUMNS)
-    if evaluate_end > 0:
-        grid_barrier(arrivals, target)
-        target += programs
-    for index in range(evaluate_end + program, gram_end, programs):
-        tile = tiles + index * fields.I_WIDTH
-        gram_any(
-            table, tile, weights, workspace, partials, with_grad, factors, factor,
-            PLANE, TF32, PRECISION, TILE, WIDTH, DEPTH, LANES,
-        )  # fmt: skip
-    grid_barrier(arrivals, target)
-    target += programs
-    for index in range(gram_end + program, mix_end, programs):
-        tile = tiles + index * fields.I_WIDTH
-        # Without matrix instructions: on sm_100 there are no registers for them.
-        mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, False)
-    if mix_end > gram_end:
-        grid_barrier(arrivals, target)
-        target += programs
-    for index in range(program, count, programs):
-        reduce_loss(table, loss_rows, index, partials, losses, LANES)
-    for index in range(mix_end + program, apply_end, programs):
-        tile = tiles + index * fields.I_WIDTH
-        apply_any(table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, WIDTH, DEPTH, LANES, ADDS)
-    if gather_end > apply_end:
-        grid_barrier(arrivals, target)
-        for index in range(apply_end + program, gather_end, programs):
+    for index_of_pass in tl.range(0, passes, disable_licm=True):
+        row = table + pass_rows + index_of_pass * fields.E_WIDTH
+        begin, squares_end = tl.load(row + fields.E_BEGIN), tl.load(row + fields.E_SQUARES_END)
+        evaluate_end, gram_end = tl.load(row + fields.E_EVALUATE_END), tl.load(row + fields.E_GRAM_END)
+        mix_end, apply_end = tl.load(row + fields.E_MIX_END), tl.load(row + fields.E_APPLY_END)
+        gather_end = tl.load(row + fields.E_GATHER_END)
+        for index in tl.range(begin + program, squares_end, programs, disable_licm=True):
+            squares_tile(table, tiles + index * fields.I_WIDTH, weights, workspace, partials, LANES)
+        for index in tl.range(squares_end + program, evaluate_end, programs, disable_licm=True):
             tile = tiles + index * fields.I_WIDTH
-            gather_tile(table, constants, tile, workspace, grads, targets, ROWS, GATHERED_COLUMNS, ADDS)
+            evaluate_any(table, constants, tile, weights, workspace, PLANE, TF32, ROWS, COLUMNS, BY_PRODUCTS)
+        if evaluate_end > begin:
+            grid_barrier(arrivals, target)
+            target += programs
+        for index in tl.range(evaluate_end + program, gram_end, programs, disable_licm=True):
+            tile = tiles + index * fields.I_WIDTH
+            gram_any(
+                table, tile, weights, workspace, partials, with_grad, factors, factor,
+                PLANE, TF32, PRECISION, TILE, WIDTH, DEPTH, LANES,
+            )  # fmt: skip
+        grid_barrier(arrivals, target)
+        target += programs
+        for index in tl.range(gram_end + program, mix_end, programs, disable_licm=True):
+            tile = tiles + index * fields.I_WIDTH
+            mix_tile(table, constants, tile, workspace, partials, with_grad, factors, factor, TF32, BY_PRODUCTS)
+        if mix_end > gram_end:
+            grid_barrier(arrivals, target)
+            target += programs
+        if index_of_pass == passes - 1:
+            for index in tl.range(program, count, programs, disable_licm=True):
+                reduce_loss(table, loss_rows, index, partials, losses, LANES)
+        for index in tl.range(mix_end + program, apply_end, programs, disable_licm=True):
+            tile = tiles + index * fields.I_WIDTH
+            apply_any(
+                table, tile, weights, workspace, grads, targets, PLANE, PRECISION, TILE, WIDTH, DEPTH, LANES, ADDS
+            )
+        if gather_end > apply_end:
+            grid_barrier(arrivals, target)
+            target += programs
+            for index in tl.range(apply_end + program, gather_end, programs, disable_licm=True):
+                tile = tiles + index * fields.I_WIDTH
+                gather_any(
+                    table, constants, tile, workspace, grads, targets, ROWS, GATHERED_COLUMNS, ADDS, BY_PRODUCTS
+                )
+        if index_of_pass < passes - 1:  # the next pass writes what this one reads
+            grid_barrier(arrivals, target)
+            target += programs

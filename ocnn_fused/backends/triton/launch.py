@@ -19,6 +19,7 @@ from ..device import beside_all_graphs
 from ..job import Epilogue
 from . import fields, kernels
 from .config import Config, compile_options
+from .fields import PassRow
 from .tables import Layout, Tables, build_tables, to_device
 
 #: Bounds of the caches: a model has a few lists of weights, and tables are at most a few megabytes.
@@ -89,8 +90,9 @@ def tables_for(
     plane_dtype: torch.dtype,
     config: Config,
     rounded: bool = False,
+    passes: tuple[range, ...] | None = None,
 ) -> Tables:
-    """Cached by shapes, strides, dtypes, plans, which gradients are wanted, configuration and device."""
+    """Cached by shapes, strides, dtypes, plans, which gradients are wanted, configuration, device and passes."""
     layouts, device = tuple(map(Layout.of, weights)), weights[0].device
 
     def build() -> _Entry[Tables]:
@@ -102,10 +104,10 @@ def tables_for(
         return beside_all_graphs(device, copy)
 
     def copy() -> _Entry[Tables]:
-        tables = build_tables(layouts, plans, grads, plane_dtype, config, device, rounded)
+        tables = build_tables(layouts, plans, grads, plane_dtype, config, device, rounded, passes)
         return _Entry(tables, (tables.table, tables.constants, tables.tiles))
 
-    key = (layouts, tuple(plans), tuple(grads), plane_dtype, config, device, rounded)
+    key = (layouts, tuple(plans), tuple(grads), plane_dtype, config, device, rounded, passes)
     return _remember(_tables, key, build, MAX_TABLES)
 
 
@@ -216,10 +218,13 @@ class Call:
         precision: str,
         config: Config,
         epilogue: Epilogue | None = None,
+        passes: tuple[range, ...] | None = None,
     ) -> None:
         plane_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.wanted = [with_grad] * len(weights) if isinstance(with_grad, bool) else list(map(bool, with_grad))
-        self.tables = tables = tables_for(weights, plans, self.wanted, plane_dtype, config, precision == "tf32")
+        self.tables = tables = tables_for(
+            weights, plans, self.wanted, plane_dtype, config, precision == "tf32", passes
+        )
         self.with_grad = any(self.wanted)
         self.precision = precision
         self.config = config
@@ -274,35 +279,41 @@ class Call:
         return grads
 
     def run_staged(self) -> None:
+        # Counts the tiles of each weight that are done. Cleared by the first launch, unless that is gram.
+        arrivals = torch.empty(self.tables.count, dtype=torch.int32, device=self.device)
+        begin, end = self.tables.passes[0].stage("evaluate")
+        if begin == end:
+            arrivals.zero_()
+        for one in self.tables.passes:
+            self.run_pass(one, arrivals)
+
+    def run_pass(self, one: PassRow, arrivals: Tensor) -> None:
+        """A launch for each stage that has work."""
         t, workspace, grads = self.tables, self.workspace, self.grads_buffer
-        # Counts the tiles of each weight that are done. Cleared by the first launch where another one precedes gram.
-        arrivals = torch.empty(t.count, dtype=torch.int32, device=self.device)
         loss = (self.partials, arrivals, self.losses, t.loss_rows, *self.scaling)
-        if tiles := self._tiles("squares"):
+        if tiles := self._tiles(one, "squares"):
             kernels.squares_kernel[(tiles[0],)](
                 t.table, tiles[1], self.weights, workspace, self.partials, **self.settings("squares")
             )
-        if tiles := self._tiles("evaluate"):
+        if tiles := self._tiles(one, "evaluate"):
             kernels.evaluate_kernel[(tiles[0],)](
                 t.table, t.constants, tiles[1], self.weights, workspace, arrivals, t.count, **self.settings("evaluate")
             )
-        else:
-            arrivals.zero_()
-        if tiles := self._tiles("gram"):
+        if tiles := self._tiles(one, "gram"):
             kernels.gram_kernel[(tiles[0],)](t.table, tiles[1], self.weights, workspace, *loss, **self.settings("gram"))
-        if tiles := self._tiles("mix"):
+        if tiles := self._tiles(one, "mix"):
             kernels.mix_kernel[(tiles[0],)](t.table, t.constants, tiles[1], workspace, *loss, **self.settings("mix"))
-        if tiles := self._tiles("apply"):
+        if tiles := self._tiles(one, "apply"):
             kernels.apply_kernel[(tiles[0],)](
                 t.table, tiles[1], self.weights, workspace, grads, self.targets, **self.settings("apply")
             )
-        if tiles := self._tiles("gather"):
+        if tiles := self._tiles(one, "gather"):
             kernels.gather_kernel[(tiles[0],)](
                 t.table, t.constants, tiles[1], workspace, grads, self.targets, **self.settings("gather")
             )
 
-    def _tiles(self, stage: str) -> tuple[int, Tensor] | None:
-        begin, end = self.tables.stage(stage)
+    def _tiles(self, one: PassRow, stage: str) -> tuple[int, Tensor] | None:
+        begin, end = one.stage(stage)
         return (end - begin, self.tables.tiles[begin:end]) if end > begin else None
 
     def single_launch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -311,6 +322,6 @@ class Call:
         arrivals = torch.zeros(1, dtype=torch.int32, device=self.device)
         arguments = (
             t.table, t.constants, t.tiles, self.weights, self.workspace, self.partials, self.grads_buffer, self.targets,
-            self.losses, arrivals, *self.scaling, *t.ends, t.loss_rows, t.count,
+            self.losses, arrivals, *self.scaling, t.pass_rows, len(t.passes), t.loss_rows, t.count,
         )  # fmt: skip
         return arguments, self.settings("single")

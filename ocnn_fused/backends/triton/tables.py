@@ -6,18 +6,18 @@ the weights' addresses are a tensor of their own, and workspace and gradients ar
 
 from __future__ import annotations
 
-import itertools
 import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement, product
+from itertools import chain, combinations_with_replacement, product
 from math import prod
 from typing import NamedTuple
 
 import torch
 
 from ...plan import Block, Matrix, Plan
-from ...problem import FREE, OFF_DIAGONAL
+from ...problem import FREE, OFF_DIAGONAL, Precision
+from ..model import split_into_passes
 from . import fields
 from .config import MIX_SIZES, Config
 from .fields import (
@@ -26,6 +26,7 @@ from .fields import (
     LossRow,
     MixRow,
     OutputRow,
+    PassRow,
     ProductRow,
     SmallRow,
     SquaresRow,
@@ -161,6 +162,15 @@ def workspace_of(plan: Plan, plane_itemsize: int, with_grad: bool) -> int:
     return 4 * outputs + planes * (plane_itemsize + (4 if with_grad else 0))
 
 
+def passes_of(
+    plans: Sequence[Plan], grads: Sequence[bool], precision: Precision, workspace_limit: int
+) -> tuple[range, ...]:
+    """Places of neighbouring weights that are computed together, within the limit of the workspace."""
+    itemsize = 2 if precision == "bf16" else 4
+    sizes = [workspace_of(plan, itemsize, wanted) for plan, wanted in zip(plans, grads, strict=True)]
+    return split_into_passes(sizes, workspace_limit)
+
+
 class Planes(NamedTuple):
     """Where the planes of one block (or their gradients) lie: in the workspace, or in the weight itself."""
 
@@ -253,12 +263,13 @@ def _flat_in_place(layout: Layout, plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class Tables:
-    """Everything a launch needs besides addresses; ``tiles`` holds the stages' work items one after another."""
+    """Everything a launch needs besides addresses; ``tiles`` holds the work items, pass by pass and stage by stage."""
 
     table: torch.Tensor  # int64
     constants: torch.Tensor  # float32
     tiles: torch.Tensor  # int32, (items, 4)
-    ends: tuple[int, int, int, int, int, int]
+    passes: tuple[PassRow, ...]
+    pass_rows: int  # index in the table of the same
     workspace_bytes: int
     partials_bytes: int  # where the partial losses begin
     loss_rows: int
@@ -267,10 +278,6 @@ class Tables:
     grad_bytes: tuple[int, ...]  # where each gradient begins, of those that are wanted
     grads_bytes: int
     multiply_adds: int  # of the products, tiles padded to full size
-
-    def stage(self, name: str) -> tuple[int, int]:
-        index = STAGES.index(name)
-        return (self.ends[index - 1] if index else 0), self.ends[index]
 
 
 def build_tables(
@@ -281,15 +288,19 @@ def build_tables(
     config: Config,
     device: torch.device,
     rounded: bool = False,
+    passes: Sequence[range] | None = None,
 ) -> Tables:
     """Tables of one call; gradients of the weights marked in ``grads``, planes of ``plane_dtype``, tiles of ``config``.
 
     Where planes are ``rounded`` (to TF32), no weight serves as its own. A weight without a gradient has neither work
-    items of apply and gather nor memory for them.
+    items of apply and gather nor memory for them. ``passes`` are the places of the weights that share the workspace,
+    all of them by default.
     """
     builder = _Builder(plane_dtype, config, rounded)
-    for index, (layout, plan, wanted) in enumerate(zip(layouts, plans, grads, strict=True)):
-        builder.add(index, layout, plan, wanted)
+    for places in passes or [range(len(plans))]:
+        for index in places:
+            builder.add(index, layouts[index], plans[index], grads[index])
+        builder.finish_pass()
     return builder.finish(device)
 
 
@@ -308,10 +319,13 @@ class _Builder:
         self.config = config
         self.table: list[int] = []
         self.constants: list[float] = []
-        self.tiles: dict[str, list[_Items]] = {stage: [] for stage in STAGES}
+        self.tiles: dict[str, list[_Items]] = {stage: [] for stage in STAGES}  # of this pass
+        self.finished: list[Tile] = []  # of those before it
+        self.passes: list[PassRow] = []
         self.adding = 0  # the weight whose work is scheduled
         self.losses: list[LossRow] = []
-        self.workspace_bytes = 0
+        self.workspace_bytes = 0  # of this pass
+        self.largest_workspace = 0
         self.slots = 0
         self.weights: list[_Weight] = []
         self.grads_bytes = 0
@@ -642,7 +656,7 @@ class _Builder:
 
     # -- all weights ---------------------------------------------------------------------------------------------------
 
-    def finish(self, device: torch.device) -> Tables:
+    def finish_pass(self) -> None:
         """Products begin with the longest, so that no program begins a long one when the others are done.
 
         The stages between them, of short items, take the weights in the opposite order: each stage then begins with
@@ -650,24 +664,30 @@ class _Builder:
         """
         products = sorted(self.tiles["gram"], key=lambda entry: -entry.cost)
         place = {weight: index for index, weight in enumerate(dict.fromkeys(entry.weight for entry in products))}
-        items: list[Tile] = []
-        ends = []
+        ends = [len(self.finished)]
         for stage in STAGES:
             if stage in ("gram", "apply"):
                 order = sorted(self.tiles[stage], key=lambda entry: -entry.cost)
             else:
                 order = sorted(self.tiles[stage], key=lambda entry: -place[entry.weight])
-            items += itertools.chain.from_iterable(entry.tiles for entry in order)
-            ends.append(len(items))
-        loss_rows = len(self.table)
-        for row in self.losses:
-            self.write(row)
-        partials = self.reserve(self.slots)
+            self.finished += chain.from_iterable(entry.tiles for entry in order)
+            ends.append(len(self.finished))
+            self.tiles[stage] = []
+        self.passes.append(PassRow(*ends))
+        self.largest_workspace = max(self.largest_workspace, self.workspace_bytes)
+        self.workspace_bytes = 0
+
+    def finish(self, device: torch.device) -> Tables:
+        loss_rows, _ = self.write_all(self.losses)
+        pass_rows, _ = self.write_all(self.passes)
+        self.workspace_bytes = self.largest_workspace
+        partials = self.reserve(self.slots)  # of all passes
         return Tables(
             table=to_device(self.table, torch.int64, device),
             constants=to_device(self.constants or [0.0], torch.float32, device),
-            tiles=to_device(items, torch.int32, device),
-            ends=tuple(ends),  # type: ignore[arg-type]
+            tiles=to_device(self.finished, torch.int32, device),
+            passes=tuple(self.passes),
+            pass_rows=pass_rows,
             workspace_bytes=self.workspace_bytes,
             partials_bytes=partials,
             loss_rows=loss_rows,
