@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stub_driver import pretend
 
 STUB = Path(__file__).parent / "stub_driver"
-COMPILER = shutil.which("gcc") or shutil.which("cc")
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
-    pytest.mark.skipif(COMPILER is None, reason="Triton needs a C compiler for its driver module"),
+    pytest.mark.skipif(pretend.COMPILER is None, reason="Triton needs a C compiler for its driver module"),
 ]
 
 STAGES = ["squares", "evaluate", "gram", "mix", "apply", "gather"]
@@ -31,15 +30,8 @@ STAGES = ["squares", "evaluate", "gram", "mix", "apply", "gather"]
 @pytest.fixture(scope="session")
 def libcuda(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the stub."""
-    import triton
-
-    assert COMPILER is not None
     folder = tmp_path_factory.mktemp("libcuda")
-    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
-    library = folder / "libcuda.so.1"
-    flags = ["-shared", "-fPIC", "-O1", "-Wl,-soname,libcuda.so.1", f"-I{include}"]
-    subprocess.run([COMPILER, *flags, str(STUB / "libcuda.c"), "-o", str(library)], check=True)
-    (folder / "libcuda.so").symlink_to(library)  # what older versions of Triton link with
+    pretend.build(folder)
     return folder
 
 

@@ -8,10 +8,8 @@ process of its own, because Triton has one driver, and here it compiles, where t
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
-import os
 import struct
 import sys
 from collections.abc import Callable
@@ -19,10 +17,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "0"
-os.environ["TRITON_LIBCUDA_PATH"] = sys.argv[1]
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import pretend
+
+FOLDER, TARGET, PRECISION = sys.argv[1:4]
+stub = pretend.gpu(Path(FOLDER), TARGET)
 
 import torch
 import triton
@@ -36,35 +34,6 @@ from ocnn_fused.backends.triton import cooperative, kernels
 from ocnn_fused.backends.triton.config import Config, shipped, single_configs
 from ocnn_fused.backends.triton.launch import Call
 from ocnn_fused.backends.triton.tables import STAGES
-
-FOLDER, TARGET, PRECISION = sys.argv[1:4]
-
-# Under its name, so that whoever opens libcuda.so.1 later gets this one.
-stub = ctypes.CDLL(str(Path(FOLDER) / "libcuda.so.1"), mode=ctypes.RTLD_GLOBAL)
-stub.stub_launches.restype = ctypes.c_char_p
-stub.stub_declare.argtypes = [ctypes.c_uint64, ctypes.c_uint64]
-
-MULTIPROCESSORS = 16
-CAPABILITY = divmod(int(TARGET.removeprefix("sm_")), 10)
-LITTLE_SHARED = CAPABILITY in ((8, 6), (8, 9), (12, 0))
-SHARED = (99 if LITTLE_SHARED else 163 if CAPABILITY == (8, 0) else 227) << 10
-stub.stub_set_device(*CAPABILITY, MULTIPROCESSORS, SHARED, 48 if LITTLE_SHARED else 64)
-
-PROPERTIES = SimpleNamespace(
-    major=CAPABILITY[0],
-    minor=CAPABILITY[1],
-    multi_processor_count=MULTIPROCESSORS,
-    shared_memory_per_multiprocessor=SHARED + 1024,
-)
-# What Triton's driver and the package ask torch for.
-torch.cuda.is_available = lambda: True
-torch.cuda.current_device = lambda: 0
-torch.cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=0)
-torch.cuda.get_device_capability = lambda device=None: CAPABILITY
-torch.cuda.get_device_properties = lambda device=None: PROPERTIES
-torch.cuda.device = lambda device: contextlib.nullcontext()
-torch._C._cuda_getCurrentRawStream = lambda device: 0  # of torch built with CUDA, which would look for a GPU
-Call.capability = property(lambda self: CAPABILITY, lambda self, value: None)
 
 #: Every stage: a mix, a free target, tiny groups, planes that are the weight itself.
 LAYERS = [

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...plan import Plan
 from ...problem import Launch, Options, Precision
 from .. import pytorch
-from ..device import Device, asked_precision, spec_of
+from ..device import Device, DeviceSpec, asked_precision, spec_of
 from ..job import Epilogue, Executable, Job, is_bilinear, joined
 from ..model import PASS_MEGABYTES, product_work, seconds_in_list
 from ..rounding import is_accurate
@@ -156,27 +156,23 @@ def config_for(
     plans: Sequence[Plan], precision: Precision, device: torch.device, passes: int = 1, single: bool = False
 ) -> Config:
     """By :func:`.config.choose_config`; launches of single stages as :func:`ocnn_fused.tune` found them, if it did."""
-    spec = spec_of(device)
-    configs = shipped(spec)[precision]
-    padding = _wide_padding(tuple(plans), configs[-1]) if configs[-1].wide else 0.0
-    choose = partial(
-        choose_config,
-        large_tiles=_large_tiles(tuple(plans)) // passes,
-        multiprocessors=spec.multiprocessors,
-        wide_padding=padding,
-    )
-    if single:
-        return choose(single_configs(configs))
-    return tuned_config(device, precision, plans) or choose(configs)
+    tuned = None if single else tuned_config(device, precision, plans)
+    return tuned or _config(tuple(plans), precision, spec_of(device), passes, single)
 
 
 @lru_cache(maxsize=64)
+def _config(plans: tuple[Plan, ...], precision: Precision, spec: DeviceSpec, passes: int, single: bool) -> Config:
+    configs = shipped(spec)[precision]
+    padding = _wide_padding(plans, configs[-1]) if configs[-1].wide else 0.0
+    every = single_configs(configs) if single else configs
+    return choose_config(every, _large_tiles(plans) // passes, spec.multiprocessors, padding)
+
+
 def _large_tiles(plans: tuple[Plan, ...]) -> int:
     """Work items that gram would have with large tiles."""
     return sum(plan.outputs * plan.groups * (-(-plan.work_rows // LARGE_TILES.tile)) ** 2 for plan in plans)
 
 
-@lru_cache(maxsize=64)
 def _wide_padding(plans: tuple[Plan, ...], config: Config) -> float:
     """Share of multiply-adds that wide tiles add to those of square ones."""
     square, wide = (

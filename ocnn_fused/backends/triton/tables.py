@@ -74,7 +74,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, weight: torch.Tensor) -> Layout:
-        return cls(tuple(weight.shape), tuple(weight.stride()), weight.dtype, weight.data_ptr() % 16 == 0)
+        return cls(weight.shape, weight.stride(), weight.dtype, weight.data_ptr() % 16 == 0)
 
     def for_grad(self) -> Layout:
         """The gradient has the memory format that ``empty_like`` gives it, and begins on a boundary of its own."""
