@@ -6,16 +6,21 @@ import torch
 from torch import Tensor, nn
 
 
+def projection(channels: int, width: int, stride: int) -> nn.Sequential:
+    """A block's shortcut: the input itself or, where that has another shape, a 1x1 convolution of it."""
+    if stride == 1 and channels == width:
+        return nn.Sequential()
+    return nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+
 class BasicBlock(nn.Module):
-    def __init__(self, channels: int, width: int, stride: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int, shortcut: nn.Module | None = None) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = nn.Sequential()
-        if stride != 1 or channels != width:
-            self.downsample = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.downsample = projection(channels, width, stride) if shortcut is None else shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
@@ -31,11 +36,7 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(4 * width)
-        self.downsample = nn.Sequential()
-        if stride != 1 or channels != 4 * width:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
-            )
+        self.downsample = projection(channels, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).relu()
