@@ -52,11 +52,8 @@ def features(model: ResNet | WideResNet | CifarResNet, images: Tensor) -> Tensor
     """What the network's last layer sees, (N, channels)."""
     last = model.linear if isinstance(model, CifarResNet) else model.fc
     seen: list[Tensor] = []
-    hook = last.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
-    try:
+    with last.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0])):
         model(images)
-    finally:
-        hook.remove()
     return seen[0]
 
 
