@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 
 from torch import Tensor, nn
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
-from networks import BasicBlock
+from networks import BasicBlock, stages
 
 
 class ResNet(nn.Module):
@@ -19,13 +20,8 @@ class ResNet(nn.Module):
         self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False) if cifar else nn.Conv2d(3, width, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.pool = nn.Identity() if cifar else nn.MaxPool2d(3, 2, 1)
-        blocks, channels = [], width
-        for stage, depth in enumerate(depths):
-            for index in range(depth):
-                blocks.append(BasicBlock(channels, width << stage, 2 if stage and not index else 1))
-                channels = width << stage
-        self.blocks = nn.Sequential(*blocks)
-        self.fc = nn.Linear(channels, classes)
+        self.blocks = nn.Sequential(*chain(*stages(BasicBlock, width, width, depths)))
+        self.fc = nn.Linear(width << (len(depths) - 1), classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks(self.pool(self.bn1(self.conv1(x)).relu()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from networks import BasicBlock
+from networks import BasicBlock, stages
 from torch import Tensor, nn
 
 
@@ -29,15 +29,7 @@ class CifarResNet(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 3, 1, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        self.layer1, self.layer2, self.layer3 = (
-            nn.Sequential(
-                *(
-                    block(width << max(0, stage - (not index)), width << stage, 2 if stage and not index else 1)
-                    for index in range(blocks)
-                )
-            )
-            for stage in range(3)
-        )
+        self.layer1, self.layer2, self.layer3 = stages(block, width, width, (blocks,) * 3)
         self.linear = nn.Linear(4 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -43,6 +45,18 @@ class Bottleneck(nn.Module):
         return (self.bn3(self.conv3(y)) + self.downsample(x)).relu()
 
 
+def stages(
+    block: Callable[[int, int, int], nn.Module], channels: int, width: int, depths: Sequence[int], expansion: int = 1
+) -> Iterator[nn.Sequential]:
+    """Of so many blocks (channels, width, stride) each: every one twice as wide as that before, at half the size."""
+    for stage, depth in enumerate(depths):
+        blocks = []
+        for index in range(depth):
+            blocks.append(block(channels, width << stage, 2 if stage and not index else 1))
+            channels = (width << stage) * expansion
+        yield nn.Sequential(*blocks)
+
+
 class ResNet(nn.Module):
     """ImageNet ResNet with torchvision's names; ``width`` 64 is the original."""
 
@@ -50,16 +64,11 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        channels = width
         expansion = 4 if block is Bottleneck else 1
         self.stages = [f"layer{stage + 1}" for stage in range(len(depths))]
-        for stage, depth in enumerate(depths):
-            blocks = []
-            for index in range(depth):
-                blocks.append(block(channels, width << stage, 2 if stage and not index else 1))
-                channels = (width << stage) * expansion
-            setattr(self, self.stages[stage], nn.Sequential(*blocks))
-        self.fc = nn.Linear(channels, classes)
+        for name, stage in zip(self.stages, stages(block, width, width, depths, expansion), strict=True):
+            setattr(self, name, stage)
+        self.fc = nn.Linear((width << (len(depths) - 1)) * expansion, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn1(self.conv1(x)).relu()
