@@ -30,7 +30,8 @@ SANITIZE_PARALLEL ?= --numprocesses auto --maxprocesses 8
 VENV   := .venv
 STAMPS := $(VENV)/stamps
 PY     := $(VENV)/bin/python
-PIP    := $(PY) -m pip --quiet --disable-pip-version-check
+PIP_MODULE := -m pip --quiet --disable-pip-version-check
+PIP    := $(PY) $(PIP_MODULE)
 BUILD_TOOLS := 'setuptools>=77.0.3' wheel ninja pybind11
 EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
 NATIVE := $(shell find csrc)
@@ -53,7 +54,7 @@ GIVEN_TRITON   = $(if $(filter command environment,$(firstword $(origin TRITON))
 OTHER_NAME     = $(subst $() ,-,$(strip $(subst ==,-,$(TORCH) $(GIVEN_TRITON)) $(notdir $(PYTHON))))
 OTHER_VENV     = $(CURDIR)/.venv-$(OTHER_NAME)
 OTHER_PY       = $(OTHER_VENV)/bin/python
-OTHER_PIP      = $(OTHER_PY) -m pip --quiet --disable-pip-version-check
+OTHER_PIP      = $(OTHER_PY) $(PIP_MODULE)
 OTHER_FOLDER   = build/$(OTHER_NAME)
 
 test-torch:
@@ -92,7 +93,7 @@ UPGRADE_PY    = $(UPGRADE_VENV)/bin/python
 
 test-upgrade: $(STAMPS)/extension $(STAMPS)/test
 	test -x $(UPGRADE_PY) || $(PY) -m venv $(UPGRADE_VENV)
-	$(UPGRADE_PY) -m pip --quiet --disable-pip-version-check install '$(UPGRADE)' numpy
+	$(UPGRADE_PY) $(PIP_MODULE) install '$(UPGRADE)' numpy
 	OCNN_FUSED_TEST_OTHER_PYTHON=$(UPGRADE_PY) $(PY) -m pytest tests/test_upgrade.py $(PYTEST_ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/bench
@@ -184,7 +185,7 @@ cuda-build: $(CUDA_STAMP)
 
 $(CUDA_STAMP): | nvcc
 	$(PYTHON) -m venv --clear $(CUDA_VENV)
-	$(CUDA_PY) -m pip --quiet --disable-pip-version-check install $(CUDA_TORCH) $(BUILD_TOOLS) numpy pytest
+	$(CUDA_PY) $(PIP_MODULE) install $(CUDA_TORCH) $(BUILD_TOOLS) numpy pytest
 	touch $@
 
 # Before gigabytes are installed for a compiler that is not there.
@@ -196,8 +197,8 @@ dist:
 	rm -rf dist build/dist
 	$(PYTHON) -m venv build/dist/builder
 	$(PYTHON) -m venv build/dist/user
-	build/dist/builder/bin/python -m pip --quiet --disable-pip-version-check install $(TORCH) $(BUILD_TOOLS)
-	build/dist/user/bin/python -m pip --quiet --disable-pip-version-check install $(TORCH)
+	build/dist/builder/bin/python $(PIP_MODULE) install $(TORCH) $(BUILD_TOOLS)
+	build/dist/user/bin/python $(PIP_MODULE) install $(TORCH)
 	build/dist/builder/bin/python tools/dist.py --user build/dist/user/bin/python --out dist
 
 clean:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import figures
 import torch
-from contenders import CONTENDERS, REFERENCE
+from contenders import CONTENDERS, REFERENCE, Loss
 from definitions import paper
 from harness import Harness, parser_of, run
 from record import RELATIVE, ROOT, Rows
@@ -83,15 +83,10 @@ def by_plan(weight: Tensor, layer: Layer, plan: AnyPlan) -> tuple[Tensor, Tensor
     return losses[0], grads[0]
 
 
-def by_convolution(weight: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+def by_autograd(formula: Loss, weight: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
+    """Loss and gradient of a formula."""
     leaf = weight.clone().requires_grad_()
-    loss = CONTENDERS[REFERENCE].loss(leaf, layer)
-    return loss.detach(), torch.autograd.grad(loss, leaf)[0]
-
-
-def exact(weight: Tensor, layer: Layer) -> tuple[Tensor, Tensor]:
-    leaf = weight.double().requires_grad_()
-    loss = paper(leaf, layer)
+    loss = formula(leaf, layer)
     return loss.detach(), torch.autograd.grad(loss, leaf)[0]
 
 
@@ -106,14 +101,13 @@ def measure(harness: Harness, layer: Layer, start: str, seeds: int) -> None:
         original = STARTS[start](layer, seed)
         for name, dtype in DTYPES.items():
             weight = original.to(dtype)
-            wanted = exact(weight, layer)
-            found = {PLAIN: by_convolution(weight, layer)} | {
-                key: by_plan(weight, layer, plan) for key, plan in plans.items()
-            }
+            wanted = by_autograd(paper, weight.double(), layer)
+            found = {PLAIN: by_autograd(CONTENDERS[REFERENCE].loss, weight, layer)}
+            found |= {key: by_plan(weight, layer, plan) for key, plan in plans.items()}
             for contender, outcome in found.items():
                 for what, value, true in zip((LOSS, GRADIENT), outcome, wanted, strict=True):
                     errors.setdefault((name, contender, what), []).append(error(value, true))
-        wanted = exact(original.float(), layer)
+        wanted = by_autograd(paper, original.float().double(), layer)
         for precision in EMULATED:
             for key, plan in plans.items():
                 if isinstance(plan, FourierPlan) or plan.small:

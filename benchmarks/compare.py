@@ -89,6 +89,13 @@ def too_slow(name: str, layer: Layer) -> bool:
     return name == SRIP and layer.shape[1] * layer.shape[-1] ** 2 > SRIP_COLUMNS
 
 
+def bound_calls(layers: Sequence[Layer], settings: Settings) -> dict[str, Callable[[], object]]:
+    """The plans' matrix products alone, ready to be timed; nothing where there are none."""
+    products = products_of(layers, settings)
+    run_products(products)
+    return {BOUND: partial(run_products, products)} if products else {}
+
+
 def measure_layer(harness: Harness, section: str, layer: Layer, names: Iterable[str]) -> None:
     """One layer on its own, by every contender that serves it."""
     settings, single = harness.settings, replace(layer, count=1)
@@ -96,9 +103,7 @@ def measure_layer(harness: Harness, section: str, layer: Layer, names: Iterable[
     weights = make_weights([single], settings)
     asked = [name for name in names if not too_slow(name, layer)]
     calls = dict(calls_of(asked, weights, [single], settings))
-    if products := products_of([single], settings):
-        calls[BOUND] = partial(run_products, products)
-        run_products(products)
+    calls |= bound_calls([single], settings)
     harness.time(section, layer.label, calls, BOTH if settings.gradient else LOSS, details_of(layer, settings))
 
 
@@ -162,9 +167,7 @@ def measure_network(harness: Harness, name: str, layers: Sequence[Layer], sectio
         calls = dict(calls_of((REFERENCE, *kernels, ONE_BY_ONE, FUSED), weights, every, settings))
         if gradient:
             calls |= model_calls(weights, every) if settings.dtype == torch.float32 else {}
-            if products := products_of(layers, settings):
-                calls[BOUND] = partial(run_products, products)
-                run_products(products)
+            calls |= bound_calls(layers, settings)
         harness.time(section, name, calls, measure, whole)
 
 

@@ -38,7 +38,6 @@ class Contender:
     ours: bool = False
     plain_only: bool = False  # Conv2d, square kernel, no groups, no dilation
     odd_only: bool = False
-    compiled: bool = False
 
     def refusal(self, layer: Layer) -> str | None:
         """Why it cannot serve a layer."""
@@ -204,9 +203,7 @@ CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
         Contender(REFERENCE, "the paper's loss by F.conv2d and autograd", definitions.paper, _reference, exact=True),
-        Contender(
-            COMPILED, "the same under torch.compile", definitions.paper, _compiled, exact=True, compiled=True
-        ),
+        Contender(COMPILED, "the same under torch.compile", definitions.paper, _compiled, exact=True),
         Contender(
             FOURIER, "the paper's loss by rfftn, Parseval, on the smaller side, with autograd", definitions.paper,
             _fourier, exact=True,

@@ -11,11 +11,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from contenders import FUSED, REFERENCE, calls_of
-from harness import Harness, disturbed, parser_of, run
+from harness import Harness, parser_of, run
 from record import SECONDS, Row, Rows
 from shapes import Layer
 from steps import Settings, make_weights
@@ -65,7 +66,7 @@ def measure(harness: Harness, rounds: int) -> None:
         weights = make_weights([TINY], settings)
         calls = dict(calls_of((REFERENCE, FUSED), weights, [TINY], settings))
         if not gradient:  # without the harness's own Python around it
-            calls[FUSED] = lambda weight=weights[0]: fused_orth_loss(weight)  # type: ignore[misc]
+            calls[FUSED] = partial(fused_orth_loss, weights[0])
         harness.time(WARM, subject, calls, WARM)
 
 
@@ -86,6 +87,7 @@ def tables(rows: Rows) -> str:
 
 
 def draw(rows: Rows, folder: Path) -> list[Path]:
+    """Nothing: a table says it all."""
     return []
 
 
@@ -95,8 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rounds = options.repeats or (2 if options.quick else 7)
     with harness.progress((1 + len(FIRST_CALLS)) * rounds + 2):
         measure(harness, rounds)
-    harness.finish()
-    print(f"\n{tables(Rows(harness.rows))}\n\n{disturbed(harness.rows)}")
+    harness.report(tables, draw)
 
 
 if __name__ == "__main__":

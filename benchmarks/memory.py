@@ -122,8 +122,7 @@ def measure(harness: Harness, section: str, subject: str, layers: Sequence[Layer
 
 def tables(rows: Rows) -> str:
     body = []
-    for subject in rows.names("subject"):
-        own = rows.where(subject=subject)
+    for subject, own in rows.by("subject"):
         values = {name: own.median(contender=name) for name in NAMES}
         size = own.every[0].details["weight_bytes"]
         share = ratio(values[FUSED], values[REFERENCE])
@@ -175,10 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for name in networks:
                 measure(harness, "networks", name, NETWORKS[name], NAMES)
             measure(harness, "huge", HUGE.label, [HUGE], (FUSED,))
-    every = harness.finish()
-    print(f"\n{tables(Rows(harness.rows))}\n")
-    for picture in draw(every, options.out):
-        print(f"Picture: {picture}")
+    harness.report(tables, draw)
 
 
 if __name__ == "__main__":

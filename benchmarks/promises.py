@@ -57,8 +57,7 @@ def _of_networks(kept: Kept) -> Iterator[Promise]:
     slower, slower_kernels, rows = [], [], 0
     for network in NETWORK_RATIOS:
         section = compared.where(section=network, measure=compare.BOTH)
-        for subject in section.names("subject"):
-            own = section.where(subject=subject)
+        for subject, own in section.by("subject"):
             rows += 1
             if (winner := compare.fastest_exact(own)) != FUSED:
                 slower.append(f"{network} {subject} ({winner} by {_over(own, FUSED, winner):.2f}x)")

@@ -9,8 +9,6 @@ layers' times, measured alone. The same prediction, for as many ranks as nobody 
 from __future__ import annotations
 
 import json
-import os
-import socket
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -115,10 +113,9 @@ def _fully_sharded(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def _rank(rank: int, world: int, port: int, work: str, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), OMP_NUM_THREADS="1")
+def _rank(rank: int, world: int, work: str, folder: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     try:
         found = {"ddp": _data_parallel, "fsdp": _fully_sharded}[work](rank, world)
         (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
@@ -128,11 +125,8 @@ def _rank(rank: int, world: int, port: int, work: str, folder: str) -> None:
 
 def processes(world: int, work: str) -> list[dict[str, Any]]:
     """What each of ``world`` real processes found."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world, port, work, folder), nprocs=world)
+        mp.spawn(_rank, (world, work, folder), nprocs=world)
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(world)]
 
 

@@ -13,6 +13,7 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import figures
@@ -116,7 +117,7 @@ def measure_threads(harness: Harness) -> None:
             settings.apply()
             verified = calls_of((REFERENCE, FUSED), make_weights([layer], settings), [layer], settings)
             for name, call in verified.items():
-                calls[f"{name}, {count}"] = lambda settings=settings, call=call: with_threads(settings, call)  # type: ignore[misc]
+                calls[f"{name}, {count}"] = partial(with_threads, settings, call)
         harness.time(THREADS, layer.label, calls, BOTH, {"counts": counts})
     harness.settings.apply()
 

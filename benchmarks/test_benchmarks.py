@@ -170,7 +170,7 @@ def test_the_pages_are_made_of_kept_rows_alone(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, one in CONTENDERS.items() if not one.compiled])
+@pytest.mark.parametrize("name", [name for name in CONTENDERS if name != contenders.COMPILED])
 @pytest.mark.parametrize("layer", KINDS, ids=lambda layer: layer.name)
 def test_contenders_compute_what_they_claim(name: str, layer: Layer) -> None:
     settings = Settings(dtype=torch.float64)

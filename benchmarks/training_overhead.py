@@ -123,14 +123,11 @@ class Training:
 
     def check(self) -> None:
         """Raise WrongResultError unless both of our ways give the reference's gradient, without TF32."""
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            self._check()
-
-    def _check(self) -> None:
         weights = [layer.weight for layer in self.layers]
-        expected = torch.autograd.grad(self.reference(), weights)
-        in_loss = torch.autograd.grad(self.reg(), weights)
-        self.reg.add_grad_()
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            expected = torch.autograd.grad(self.reference(), weights)
+            in_loss = torch.autograd.grad(self.reg(), weights)
+            self.reg.add_grad_()
         added = [weight.grad for weight in weights if weight.grad is not None]
         self.optimizer.zero_grad()
         for which, grads in ((IN_LOSS, in_loss), (ADD_GRAD, added)):

@@ -23,11 +23,6 @@ LossesAndGrads execute(const Bucket& bucket, at::TensorList weights, const Scali
                  scaling.per_target, targets);
 }
 
-template <typename T>
-T* values_of(const at::Tensor& tensor) {
-  return tensor.mutable_data_ptr<T>();
-}
-
 double value_of(const at::Tensor& loss) {
   return loss.scalar_type() == at::kDouble ? *loss.const_data_ptr<double>() : *loss.const_data_ptr<float>();
 }
@@ -89,18 +84,9 @@ std::tuple<at::Tensor, at::Tensor> Call::total(const Tensors& weights, const at:
       for (int64_t w = 0; w < count; ++w) {
         const double loss = value_of(losses[w]);
         value += of_weights[w] * (from == nullptr ? loss : loss - from[w]);
-        if (type == at::kDouble) {
-          values_of<double>(stacked)[w] = loss;
-        } else {
-          values_of<float>(stacked)[w] = static_cast<float>(loss);
-        }
+        store_number(stacked, w, loss);
       }
-      value *= factor;
-      if (type == at::kDouble) {
-        *values_of<double>(sum) = value;
-      } else {
-        *values_of<float>(sum) = static_cast<float>(value);
-      }
+      store_number(sum, 0, value * factor);
     } else {
       for (at::Tensor& loss : losses) loss = loss.to(type);
       stacked = at::stack(losses);

@@ -44,6 +44,15 @@ struct PlanObject : torch::CustomClassHolder {
 
 using Plan = c10::intrusive_ptr<PlanObject>;
 
+// Writes a number into a float64 or float32 tensor on the CPU.
+inline void store_number(const at::Tensor& tensor, int64_t place, double value) {
+  if (tensor.scalar_type() == at::kDouble) {
+    tensor.mutable_data_ptr<double>()[place] = value;
+  } else {
+    tensor.mutable_data_ptr<float>()[place] = static_cast<float>(value);
+  }
+}
+
 // What becomes of the gradients of some weights.
 struct Epilogue {
   const std::optional<at::Tensor>& factors;  // float64, where the weights are: what they are multiplied by; none: one

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from time import process_time
 from typing import Any, ClassVar
@@ -17,20 +16,25 @@ from .training import State
 
 
 @dataclass(frozen=True)
-class Attack(Config):
-    """``rate``, ``weight``, ``network``, ``width`` and ``base_steps`` are those of the attacked network's training."""
-
-    experiment: ClassVar[str] = "attack"
+class Probe(Config):
+    """Of a network that is there: ``rate``, ``weight``, ``network``, ``width``, ``base_steps`` are of its training."""
 
     network: str = "resnet18"
     width: int = 8
     base_steps: int = 1200
+
+
+@dataclass(frozen=True)
+class Attack(Probe):
+    experiment: ClassVar[str] = "attack"
+
     images: int = 100
     steps: int = 1000
     epsilon: float = 0.2  # change of one value of a pixel, which goes from 0 to 1
 
 
-def base(config: Attack) -> Classification:
+def base(config: Probe) -> Classification:
+    """The run that trained the network."""
     return Classification(
         config.method, config.rate, config.weight, config.seed,
         network=config.network, width=config.width, steps=config.base_steps,
@@ -128,8 +132,4 @@ class AttackTask(Task):
         return {"fooled_seconds": [round(value, 3) for value in self.fooled_seconds.tolist()]}
 
 
-def needs(config: Attack) -> Sequence[Config]:
-    return [base(config)]
-
-
-ATTACK = Experiment(Attack, AttackTask, needs)
+ATTACK = Experiment(Attack, AttackTask, needs=lambda config: [base(config)])

@@ -72,7 +72,7 @@ class ClassificationTask(Task):
         images = self.normalize(augmented(batch.images, config.size // 8))
         set_rate(self.optimizer, config.rate * cosine(unit, config.steps))
         loss = F.cross_entropy(self.model(images), batch.labels)
-        update(loss, [self.model], self.optimizer, self.regularization)
+        update(loss, self.model, self.optimizer, self.regularization)
         self.losses.append(loss.item())
 
     def logits(self, images: Tensor) -> Tensor:

@@ -23,6 +23,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from ocnn_fused.report import CheckpointError, load_checkpoint, read_state_dict
+
 CIFAR_CLASSES, CIFAR_COARSE, CIFAR_SIZE = 100, 20, 32
 _RECORD = 2 + 3 * CIFAR_SIZE**2
 _SUFFIXES = (".jpeg", ".jpg", ".png")
@@ -183,16 +185,7 @@ def masked_picture(folder: Path, name: str, size: int) -> tuple[Tensor, Tensor]:
 
 def state_dict(path: Path, model: torch.nn.Module) -> None:
     """Load the public weights of a CIFAR-10 ResNet: under "state_dict", names prefixed by "module."."""
-    if not path.is_file():
-        raise DataError(f"{path} is missing; expected the weights of a CIFAR-10 ResNet")
     try:
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise DataError(f"{path} cannot be read as a checkpoint of torch (truncated?): {error}") from error
-    if not isinstance(loaded, dict) or "state_dict" not in loaded:
-        raise DataError(f'{path} must be a checkpoint with "state_dict", got {type(loaded).__name__}')
-    weights = {name.removeprefix("module."): value for name, value in loaded["state_dict"].items()}
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise DataError(f"{path} is of another network than {type(model).__name__}: {str(error)[:300]}") from error
+        load_checkpoint(model, read_state_dict(path), path)
+    except CheckpointError as error:
+        raise DataError(str(error)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,9 +9,8 @@ import torch
 
 from ocnn_fused.spectrum import filter_similarity, network_spectra
 
-from .attack import Attack, base
+from .attack import Probe, base
 from .classification import load, trained
-from .config import Config
 from .runner import Context, Experiment, Task
 from .training import State
 
@@ -25,14 +23,9 @@ BINS = 40
 
 
 @dataclass(frozen=True)
-class Filters(Config):
-    """``rate``, ``weight``, ``network``, ``width`` and ``base_steps`` are those of the network's training."""
-
+class Filters(Probe):
     experiment: ClassVar[str] = "filters"
 
-    network: str = "resnet18"
-    width: int = 8
-    base_steps: int = 1200
     images: int = 32
 
 
@@ -41,7 +34,7 @@ class FiltersTask(Task):
 
     def __init__(self, config: Filters, context: Context) -> None:
         data = load("cifar100", "test", 32, context)
-        self.network = trained(base(as_attack(config)), context, data.classes)
+        self.network = trained(base(config), context, data.classes)
         self.images = self.network.normalize(data.images[: config.images])
         self.units = 1 + len(DEPTHS)
         self.found: dict[str, Any] = {}
@@ -72,14 +65,4 @@ class FiltersTask(Task):
         return self.found
 
 
-def as_attack(config: Filters) -> Attack:
-    """Whose network is the same."""
-    return Attack(config.method, config.rate, config.weight, config.seed,
-                  network=config.network, width=config.width, base_steps=config.base_steps)  # fmt: skip
-
-
-def needs(config: Filters) -> Sequence[Config]:
-    return [base(as_attack(config))]
-
-
-FILTERS = Experiment(Filters, FiltersTask, needs)
+FILTERS = Experiment(Filters, FiltersTask, needs=lambda config: [base(config)])

@@ -78,9 +78,9 @@ class GanTask(Task):
         real = self.train[indices].float() / 127.5 - 1
         made = self.make(len(real))
         wrong = F.softplus(-discriminator(real)).mean() + F.softplus(discriminator(made.detach())).mean()
-        update(wrong, [discriminator], self.optimizers[1], self.regularizations[1])
+        update(wrong, discriminator, self.optimizers[1], self.regularizations[1])
         seen = F.softplus(-discriminator(made)).mean()
-        update(seen, [generator], self.optimizers[0], self.regularizations[0])
+        update(seen, generator, self.optimizers[0], self.regularizations[0])
         discriminator.zero_grad()
 
     def parts(self) -> list[nn.Module | torch.optim.Optimizer]:

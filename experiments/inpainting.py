@@ -87,7 +87,7 @@ class InpaintingTask(Task):
         set_rate(self.optimizer, config.rate)
         # The mean instead of the paper's sum: lambda and rate do not depend on the picture's size then.
         wrong = ((self.reconstruct(config.noise) - self.picture) * self.mask).square()
-        update(wrong.sum() / (self.mask.sum() * len(self.picture)), [self.model], self.optimizer, self.regularization)
+        update(wrong.sum() / (self.mask.sum() * len(self.picture)), self.model, self.optimizer, self.regularization)
 
     def state(self) -> State:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -16,33 +16,30 @@ COMPARED = METHODS[:4]
 
 
 class Regularization:
-    """What a method adds to a training step of one or several models.
+    """What a method adds to a training step of a model.
 
     ``weight`` is lambda, and for the projection its rate. ``loss()`` is added to the task's loss, ``after_step()`` is
     called after the optimiser's step.
     """
 
-    def __init__(self, method: Method, weight: float, *models: nn.Module) -> None:
+    def __init__(self, method: Method, weight: float, model: nn.Module) -> None:
         if method not in METHODS:
             raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
         if (method == "plain") != (weight == 0):
             raise ValueError(f"weight must be 0 for the plain method and positive for the others, got {weight!r}")
         self.projection_rate = weight if method == "projection" else None
-        self.regularizers: list[OrthRegularizer] = []
-        if method != "plain":
-            self.regularizers = [_regularizer(model, method, weight) for model in models]
+        self.regularizer = None if method == "plain" else _regularizer(model, method, weight)
 
     def loss(self) -> Tensor:
         """Lambda times the orthogonality losses; zero for the plain method and for the projection."""
-        if self.projection_rate is not None or not self.regularizers:
+        if self.regularizer is None or self.projection_rate is not None:
             return torch.zeros(())
-        return torch.stack([regularizer() for regularizer in self.regularizers]).sum()
+        return self.regularizer()
 
     def after_step(self) -> None:
-        if self.projection_rate is not None:
-            for regularizer in self.regularizers:
-                # Every step checked: which ones are by default depends on the steps before, and no checkpoint has that.
-                regularizer.project_(rate=self.projection_rate)
+        if self.regularizer is not None and self.projection_rate is not None:
+            # Every step checked: which ones are by default depends on the steps before, and no checkpoint has that.
+            self.regularizer.project_(rate=self.projection_rate)
 
 
 def _regularizer(model: nn.Module, method: Method, weight: float) -> OrthRegularizer:

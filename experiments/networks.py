@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,7 +14,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path += [str(_ROOT / folder) for folder in ("benchmarks", "tests") if str(_ROOT / folder) not in sys.path]
 
 from cifar_resnet import CifarResNet, resnet56  # noqa: E402
-from networks import WideBlock  # noqa: E402
+from networks import WideBlock, stages  # noqa: E402
 from resnet import ResNet  # noqa: E402
 
 __all__ = ["CifarResNet", "Discriminator", "Generator", "HourGlass", "WideResNet", "backbone", "features", "resnet56"]
@@ -25,14 +26,9 @@ class WideResNet(nn.Module):
     def __init__(self, classes: int, width: int, blocks: int = 2) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, width // 2, 3, padding=1, bias=False)
-        layers, channels = [], width // 2
-        for stage in range(3):
-            for index in range(blocks):
-                layers.append(WideBlock(channels, width << stage, 2 if stage and not index else 1))
-                channels = width << stage
-        self.blocks = nn.Sequential(*layers)
-        self.norm = nn.BatchNorm2d(channels)
-        self.fc = nn.Linear(channels, classes)
+        self.blocks = nn.Sequential(*chain(*stages(WideBlock, width // 2, width, (blocks,) * 3)))
+        self.norm = nn.BatchNorm2d(4 * width)
+        self.fc = nn.Linear(4 * width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.blocks(self.conv1(x))).relu()
@@ -52,11 +48,8 @@ def features(model: ResNet | WideResNet | CifarResNet, images: Tensor) -> Tensor
     """What the network's last layer sees, (N, channels)."""
     last = model.linear if isinstance(model, CifarResNet) else model.fc
     seen: list[Tensor] = []
-    hook = last.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0]))
-    try:
+    with last.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0])):
         model(images)
-    finally:
-        hook.remove()
     return seen[0]
 
 

@@ -3,7 +3,6 @@ cars (Table 6): networks start from those of Tiny-ImageNet."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -137,7 +136,7 @@ class ProxiesTask(Task):
         batch = self.train.take(batch_indices(config.seed, unit, len(self.train), config.batch))
         images = self.normalize(augmented(batch.images, config.size // 8))
         set_rate(self.optimizer, config.rate * cosine(unit, config.steps))
-        update(self.model.loss(images, batch.labels), [self.model], self.optimizer, self.regularization)
+        update(self.model.loss(images, batch.labels), self.model, self.optimizer, self.regularization)
 
     def state(self) -> State:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
@@ -159,9 +158,5 @@ class ProxiesTask(Task):
         }
 
 
-def needs(config: Neighbours | Proxies) -> Sequence[Config]:
-    return [base(config)]
-
-
-NEIGHBOURS = Experiment(Neighbours, NeighboursTask, needs)
-PROXIES = Experiment(Proxies, ProxiesTask, needs)
+NEIGHBOURS = Experiment(Neighbours, NeighboursTask, needs=lambda config: [base(config)])
+PROXIES = Experiment(Proxies, ProxiesTask, needs=lambda config: [base(config)])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import cos, pi
 from typing import Any
@@ -65,16 +65,10 @@ def cosine(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warm) * (1 + cos(pi * step / steps)) / 2
 
 
-def update(
-    loss: Tensor,
-    models: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    regularization: Regularization,
-) -> None:
+def update(loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer, regularization: Regularization) -> None:
     """One optimiser step of the task's loss and what the method adds to it."""
     (loss + regularization.loss()).backward()
-    parameters = [parameter for model in models for parameter in model.parameters()]
-    nn.utils.clip_grad_norm_(parameters, CLIP)
+    nn.utils.clip_grad_norm_(model.parameters(), CLIP)
     optimizer.step()
     optimizer.zero_grad()
     regularization.after_step()

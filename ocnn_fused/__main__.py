@@ -13,6 +13,7 @@ from torch import nn
 
 from . import check, info
 from .functional import explain
+from .regularizer.table import aligned
 from .report import CheckpointError, load_checkpoint, measure, read_state_dict, report
 
 
@@ -92,9 +93,7 @@ def _spectrum(options: argparse.Namespace) -> None:
     for layer in network.layers.values():
         numbers = (f"{layer.largest:.4g}", f"{layer.median:.4g}", f"{layer.smallest:.3g}", f"{layer.near_one:.1%}")
         rows.append((layer.name, "x".join(map(str, layer.shape)), *numbers, f"{layer.above_least:.4g}"))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(aligned(rows)))
 
 
 def _explain(options: argparse.Namespace) -> None:

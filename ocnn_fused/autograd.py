@@ -24,7 +24,7 @@ from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from . import _extension, engine, ops, reference
-from .backends.job import Epilogue, Executable, Operand
+from .backends.job import Epilogue, Executable, Operand, accumulation_dtype
 from .problem import (
     Flat,
     FlatProblems,
@@ -217,9 +217,9 @@ class OrthLoss(_SingleLevelFunction):
     ) -> tuple[Tensor | None, ...]:
         # An output that is differentiable must get a tangent, if only zero.
         along = [
-            grad.new_zeros((), dtype=_sum_dtype(grad))
+            grad.new_zeros((), dtype=accumulation_dtype(grad.dtype))
             if tangent is None
-            else torch.sum(grad * tangent, dtype=_sum_dtype(grad))
+            else torch.sum(grad * tangent, dtype=accumulation_dtype(grad.dtype))
             for grad, tangent in zip(ctx.grads, tangents, strict=True)
         ]
         return *along, *(None for _ in ctx.grads)
@@ -326,10 +326,6 @@ class OrthGrad(_SingleLevelFunction):
         )
 
 
-def _sum_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
-
-
 def _hessian_products(ctx: _GradContext, vectors: Sequence[Tensor | None]) -> list[Tensor | None]:
     products: list[Tensor | None] = []
     for weight, vector, wanted, problem in zip(ctx.saved_tensors, vectors, ctx.wanted, ctx.problems, strict=True):
@@ -337,7 +333,7 @@ def _hessian_products(ctx: _GradContext, vectors: Sequence[Tensor | None]) -> li
             products.append(None)
             continue
         with torch.autocast(weight.device.type, enabled=False):
-            dtype = _sum_dtype(weight)
+            dtype = accumulation_dtype(weight.dtype)
             product = reference.hessian_product(weight.to(dtype), vector.to(dtype), problem)
         products.append(product.to(weight.dtype))
     return products
@@ -348,7 +344,7 @@ def _by_reference(weights: Sequence[Tensor], problems: Sequence[Problem]) -> tup
     losses, grads = [], []
     for weight, problem in zip(weights, problems, strict=True):
         with torch.autocast(weight.device.type, enabled=False):
-            exact = weight.to(_sum_dtype(weight))
+            exact = weight.to(accumulation_dtype(weight.dtype))
             losses.append(reference.loss_of(exact, problem))
             grads.append(reference.grad_of(exact, problem).to(weight.dtype))
     return losses, grads

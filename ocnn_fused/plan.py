@@ -83,14 +83,6 @@ def _solve(matrix: Sequence[Sequence[Fraction]], right: Sequence[Sequence[Fracti
     return [row[size:] for row in work]
 
 
-def _power_of_two_near(value: Fraction) -> Fraction:
-    """The power of two nearest below ``value``: scaling by it changes no significand, so it costs no accuracy."""
-    exponent = 0
-    while Fraction(2) ** (exponent + 1) <= value:
-        exponent += 1
-    return Fraction(2) ** exponent
-
-
 def _imaginary_rows(taps: int) -> list[list[int]]:
     """Three rows whose products give ``Z(i) = b b^T + c c^T + i (c b^T - b c^T)``, with ``a(i) = b + i c``.
 
@@ -125,8 +117,9 @@ def toom_scheme(taps: int) -> Scheme:
         partner += [first + 1, first] if first + 1 < len(rows) else [first]
     evaluation = []
     for row in rows:
-        scale = _power_of_two_near(Fraction(max(map(abs, row))))
-        evaluation.append(tuple(value / scale for value in map(Fraction, row)))
+        # The power of two nearest below the largest: dividing by it changes no significand, so it costs no accuracy.
+        scale = 1 << (max(map(abs, row)).bit_length() - 1)
+        evaluation.append(tuple(Fraction(value, scale) for value in row))
     return Scheme(
         evaluation=tuple(evaluation),
         products=tuple((o, partner[o], o) for o in range(len(rows))),

@@ -207,11 +207,16 @@ def harmless(problem: Problem, rate: float) -> float:
     return (problem.target * (2 / rate - 1) / 1.5) ** 2 / prod(2 * axis.lags + 1 for axis in axes)
 
 
+def _squares(tensor: Tensor, groups: int) -> Tensor:
+    """Sum of squares of each group, shaped for its filters."""
+    grouped = tensor.unflatten(0, (groups, -1))
+    every = tuple(range(1, grouped.dim()))
+    return torch.linalg.vector_norm(grouped, dim=every, keepdim=True).double().square()
+
+
 def _scales(weight: Tensor, problem: Problem) -> Tensor:
     """What the step of each group is divided by, shaped for its filters."""
-    rows = weight.unflatten(0, (problem.groups, -1))
-    every = tuple(range(1, rows.dim()))
-    squares = torch.linalg.vector_norm(rows, dim=every, keepdim=True).double().square() / problem.rows
+    squares = _squares(weight, problem.groups) / problem.rows
     if problem.target > 0:
         return torch.full_like(squares, problem.target)
     return torch.where(squares > 0, squares, 1.0)
@@ -219,10 +224,7 @@ def _scales(weight: Tensor, problem: Problem) -> Tensor:
 
 def _slope(step: Tensor, weight: Tensor, problem: Problem, rate: float) -> Tensor:
     """Of the loss along a step that has not been taken yet."""
-    grouped = step.unflatten(0, (problem.groups, -1))
-    every = tuple(range(1, grouped.dim()))
-    squares = torch.linalg.vector_norm(grouped, dim=every, keepdim=True).double().square()
-    return (squares * _scales(weight, problem)).sum() * (8 / rate)
+    return (_squares(step, problem.groups) * _scales(weight, problem)).sum() * (8 / rate)
 
 
 def _halve_(

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+
 import torch
 from torch import Tensor, nn
 
 
+def projection(channels: int, width: int, stride: int) -> nn.Sequential:
+    """A block's shortcut: the input itself or, where that has another shape, a 1x1 convolution of it."""
+    if stride == 1 and channels == width:
+        return nn.Sequential()
+    return nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+
+
 class BasicBlock(nn.Module):
-    def __init__(self, channels: int, width: int, stride: int) -> None:
+    def __init__(self, channels: int, width: int, stride: int, shortcut: nn.Module | None = None) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(channels, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
-        self.downsample = nn.Sequential()
-        if stride != 1 or channels != width:
-            self.downsample = nn.Sequential(nn.Conv2d(channels, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+        self.downsample = projection(channels, width, stride) if shortcut is None else shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu()))
@@ -31,15 +38,23 @@ class Bottleneck(nn.Module):
         self.bn2 = nn.BatchNorm2d(width)
         self.conv3 = nn.Conv2d(width, 4 * width, 1, bias=False)
         self.bn3 = nn.BatchNorm2d(4 * width)
-        self.downsample = nn.Sequential()
-        if stride != 1 or channels != 4 * width:
-            self.downsample = nn.Sequential(
-                nn.Conv2d(channels, 4 * width, 1, stride, bias=False), nn.BatchNorm2d(4 * width)
-            )
+        self.downsample = projection(channels, 4 * width, stride)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(self.bn1(self.conv1(x)).relu())).relu()
         return (self.bn3(self.conv3(y)) + self.downsample(x)).relu()
+
+
+def stages(
+    block: Callable[[int, int, int], nn.Module], channels: int, width: int, depths: Sequence[int], expansion: int = 1
+) -> Iterator[nn.Sequential]:
+    """Of so many blocks (channels, width, stride) each: every one twice as wide as that before, at half the size."""
+    for stage, depth in enumerate(depths):
+        blocks = []
+        for index in range(depth):
+            blocks.append(block(channels, width << stage, 2 if stage and not index else 1))
+            channels = (width << stage) * expansion
+        yield nn.Sequential(*blocks)
 
 
 class ResNet(nn.Module):
@@ -49,16 +64,11 @@ class ResNet(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(3, width, 7, 2, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
-        channels = width
         expansion = 4 if block is Bottleneck else 1
         self.stages = [f"layer{stage + 1}" for stage in range(len(depths))]
-        for stage, depth in enumerate(depths):
-            blocks = []
-            for index in range(depth):
-                blocks.append(block(channels, width << stage, 2 if stage and not index else 1))
-                channels = (width << stage) * expansion
-            setattr(self, self.stages[stage], nn.Sequential(*blocks))
-        self.fc = nn.Linear(channels, classes)
+        for name, stage in zip(self.stages, stages(block, width, width, depths, expansion), strict=True):
+            setattr(self, name, stage)
+        self.fc = nn.Linear((width << (len(depths) - 1)) * expansion, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.bn1(self.conv1(x)).relu()

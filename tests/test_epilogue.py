@@ -9,11 +9,13 @@ import pytest
 import torch
 from conftest import TOLERANCES, kernels_run
 from oracle import Case, loss_and_grad
+from plans import chosen
+from plans import problem as problem_of_case
 
 from ocnn_fused import _extension, engine
 from ocnn_fused.backends.job import Epilogue
 from ocnn_fused.plan import FourierPlan
-from ocnn_fused.problem import Options, Problem, options_of, problem_of
+from ocnn_fused.problem import Options, options_of, problem_of
 
 #: One of each kind of plan: flat on both sides, Toom-Cook on both sides, taps themselves, tiny groups, Fourier.
 CASES = [
@@ -26,10 +28,6 @@ CASES = [
     Case((4, 4, 9, 9)),
 ]
 BACKENDS = ("cpu", "torch", "triton")
-
-
-def problem_of_case(case: Case) -> Problem:
-    return problem_of(case.shape, case.stride, case.dilation, case.groups, case.padding, case.target, case.part)  # type: ignore[arg-type]
 
 
 def options_for(backend: str) -> Options:
@@ -78,8 +76,7 @@ def test_gradients_are_scaled_and_added(backend: str, dtype: torch.dtype) -> Non
 
 
 def test_all_kinds_of_plans_are_there() -> None:
-    resolved = engine.resolve(options_for("cpu"), torch.device("cpu")).convolution
-    plans = [engine.choose(problem_of_case(case), torch.float32, torch.device("cpu"), resolved).plan for case in CASES]
+    plans = [chosen(problem_of_case(case)) for case in CASES]
     assert any(isinstance(plan, FourierPlan) for plan in plans)
     others = [plan for plan in plans if not isinstance(plan, FourierPlan)]
     assert {plan.side for plan in others} == {"row", "column"}

@@ -8,18 +8,15 @@ import random
 import pytest
 import torch
 from oracle import Case, circular_matrix, loss_and_grad
+from plans import problem as problem_of_case
 from torch import nn
 
 from ocnn_fused import OrthRegularizer, fused_orth_loss, orthogonalize_, projection, schedules
 from ocnn_fused.plan import least_loss
-from ocnn_fused.problem import DEFAULT_OPTIONS, Options, Problem, problem_of
+from ocnn_fused.problem import DEFAULT_OPTIONS, Options, problem_of
 from ocnn_fused.regularizer.distributed import sharing_pays
 
 STARTS = 1000
-
-
-def problem_of_case(case: Case) -> Problem:
-    return problem_of(case.shape, case.stride, case.dilation, case.groups, case.padding, case.target, case.part)  # type: ignore[arg-type]
 
 
 def random_case(rng: random.Random) -> Case:

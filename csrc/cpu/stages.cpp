@@ -47,22 +47,12 @@ const MixStage<T>& mix_stage() {
 
 template <typename S, typename T>
 const PanelStages<S, T>& panel_stages() {
-#if defined(__x86_64__)
-  if (vector_bytes() == 64) return avx512::kPanelStages<S, T>;
-  if (vector_bytes() == 32) return avx2::kPanelStages<S, T>;
-#endif
-  static constexpr PanelStages<S, T> none;
-  return none;
+  return OCNN_FUSED_CHOOSE(kPanelStages, S, T);
 }
 
 template <typename S, typename T>
 const FlatStages<S, T>& flat_stages() {
-#if defined(__x86_64__)
-  if (vector_bytes() == 64) return avx512::kFlatStages<S, T>;
-  if (vector_bytes() == 32) return avx2::kFlatStages<S, T>;
-#endif
-  static constexpr FlatStages<S, T> none;
-  return none;
+  return OCNN_FUSED_CHOOSE(kFlatStages, S, T);
 }
 
 template const WeightStages<float, float>& weight_stages<float, float>();

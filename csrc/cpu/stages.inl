@@ -31,4 +31,9 @@ constexpr PanelStages<S, T> kPanelStages{Vector<T>::width, panel_load<S, T>, pan
 template <typename S, typename T>
 constexpr FlatStages<S, T> kFlatStages{Vector<T>::width, kDepth,         flat_load<S, T>,
                                        flat_gram<S, T>,  flat_mix<S, T>, flat_apply<S, T>};
+#else  // vectors are too short for panels
+template <typename S, typename T>
+constexpr PanelStages<S, T> kPanelStages{};
+template <typename S, typename T>
+constexpr FlatStages<S, T> kFlatStages{};
 #endif

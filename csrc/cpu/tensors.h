@@ -121,14 +121,9 @@ std::vector<BlockView<T>> blocks_of(const LoweredPlan& plan, const at::Tensor& t
 
 // The loss is a sum of squares: what rounding leaves below zero is zero (and NaN stays NaN).
 inline at::Tensor loss_tensor(double loss, const at::Tensor& like) {
-  const double value = loss < 0 ? 0.0 : loss;
   const bool wide = like.scalar_type() == at::kDouble;
   at::Tensor result = at::empty({}, like.options().dtype(wide ? at::kDouble : at::kFloat));
-  if (wide) {
-    *result.mutable_data_ptr<double>() = value;
-  } else {
-    *result.mutable_data_ptr<float>() = static_cast<float>(value);
-  }
+  store_number(result, 0, loss < 0 ? 0.0 : loss);
   return result;
 }
 

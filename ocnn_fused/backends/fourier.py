@@ -281,8 +281,8 @@ def _smooth(size: int) -> int:
 
 def _grid(sizes: Sequence[int]) -> Tensor:
     """All positions of a grid in row-major order, ``(positions, axes)``."""
-    axes = torch.meshgrid(*(torch.arange(size, device="cpu") for size in sizes), indexing="ij")
-    return torch.stack([axis.flatten() for axis in axes], 1)
+    positions = torch.cartesian_prod(*(torch.arange(size, device="cpu") for size in sizes))
+    return positions.reshape(-1, len(sizes))  # also of a single axis, whose product is 1-D
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

@@ -231,13 +231,10 @@ class OrthRegularizer:
             factors = factors * scale.to(factors.device)
         else:
             factor *= scale
-        if self._settings.squared:
-            epilogue = Epilogue(factors, factor, targets)
-            losses = add_grads_(parameters, part.problems, part.options, epilogue)  # type: ignore[arg-type]
-        else:  # d||R|| = d||R||^2 / (2 ||R||), which is known only when all of R is
-            grads = [torch.zeros_like(parameter) for parameter in parameters]
-            epilogue = Epilogue(factors, factor, grads)
-            losses = add_grads_(parameters, part.problems, part.options, epilogue)  # type: ignore[arg-type]
+        squared = self._settings.squared
+        grads = targets if squared else [torch.zeros_like(parameter) for parameter in parameters]
+        losses = add_grads_(parameters, part.problems, part.options, Epilogue(factors, factor, grads))  # type: ignore[arg-type]
+        if not squared:  # d||R|| = d||R||^2 / (2 ||R||), which is known only when all of R is
             for target, grad, loss in zip(targets, grads, losses, strict=True):
                 target.add_(grad * torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
         self._watch(part, losses)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..backends.job import accumulation_dtype
 from ..functional import check_weight
 from ..problem import check_choice, problem_of
 from .settings import check_positive
@@ -36,9 +37,8 @@ def srip_loss(weight: Tensor, *, groups: int = 1, squared: bool = True, power_it
     groups = problem_of(weight.shape, 1, 1, groups, 0).groups
     check_choice("squared", squared, (True, False))
     check_positive("power_iterations", power_iterations)
-    dtype = weight.dtype if weight.dtype == torch.float64 else torch.float32
     with torch.autocast(weight.device.type, enabled=False):
-        matrix = weight.to(dtype).reshape(groups, weight.shape[0] // groups, -1)
+        matrix = weight.to(accumulation_dtype(weight.dtype)).reshape(groups, weight.shape[0] // groups, -1)
         if matrix.shape[1] > matrix.shape[2]:
             matrix = matrix.transpose(1, 2)
         with torch.no_grad():

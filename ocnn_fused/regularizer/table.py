@@ -21,7 +21,7 @@ def describe(title: str, settings: Settings, progress: str, selection: Selection
     ]
     parts = [title, *_options(settings, progress)]
     if rows:
-        parts += _aligned([_HEADER, *rows])
+        parts += aligned([_HEADER, *rows])
     else:
         parts.append(
             "nothing is regularised: "
@@ -29,9 +29,9 @@ def describe(title: str, settings: Settings, progress: str, selection: Selection
         )
     notes = [(f"  {label(layer.name)}", layer.note) for layer in layers if layer.note]
     if notes:
-        parts += ["notes:", *_aligned(notes)]
+        parts += ["notes:", *aligned(notes)]
     if selection.left_out:
-        parts += ["left out:", *_aligned([(f"  {label(name)}", reason) for name, reason in selection.left_out.items()])]
+        parts += ["left out:", *aligned([(f"  {label(name)}", reason) for name, reason in selection.left_out.items()])]
     return "\n".join(parts)
 
 
@@ -66,6 +66,7 @@ def _options(settings: Settings, progress: str) -> list[str]:
     return [", ".join(shown)] if shown else []
 
 
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines with columns as wide as their longest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

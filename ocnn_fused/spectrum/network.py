@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Protocol
 
@@ -33,15 +34,10 @@ def input_shapes(
     def note(name: str, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         shapes.setdefault(name, tuple(arguments[0].shape))
 
-    hooks = []
-    try:
+    with ExitStack() as hooks, evaluation(plain), torch.no_grad():
         for name, module in layers.items():
-            hooks.append(module.register_forward_pre_hook(partial(note, name)))
-        with evaluation(plain), torch.no_grad():
-            plain(inputs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+            hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
+        plain(inputs)
     return shapes
 
 

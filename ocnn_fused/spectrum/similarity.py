@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,16 +82,14 @@ def filter_similarity(
         raise ValueError(f"layers must be names of the model's layers, got {missing[0]!r}")
     inputs = images.detach().clone().requires_grad_()
     outputs: dict[str, Tensor] = {}
-    with evaluation(plain), torch.enable_grad(), _GuidedReLUs():
-        hooks = [
-            modules[name].register_forward_hook(lambda _module, _args, out, name=name: outputs.__setitem__(name, out))
-            for name in wanted
-        ]
-        try:
-            plain(inputs)
-        finally:
-            for hook in hooks:
-                hook.remove()
+
+    def note(name: str, _module: nn.Module, _arguments: Any, output: Tensor) -> None:
+        outputs[name] = output
+
+    with ExitStack() as hooks, evaluation(plain), torch.enable_grad(), _GuidedReLUs():
+        for name in wanted:
+            hooks.enter_context(modules[name].register_forward_hook(partial(note, name)))
+        plain(inputs)
     return {
         name: FilterSimilarity(_correlation_of_patterns(outputs[name], inputs, max_filters))
         for name in wanted
