@@ -39,7 +39,7 @@ class Regularization:
     def after_step(self) -> None:
         if self.regularizer is not None and self.projection_rate is not None:
             # Every step checked: which ones are by default depends on the steps before, and no checkpoint has that.
-            self.regularizer.project_(rate=self.projection_rate)
+            self.regularizer.project_(rate=self.projection_rate, safe="always")
 
 
 def _regularizer(model: nn.Module, method: Method, weight: float) -> OrthRegularizer:

@@ -79,6 +79,28 @@ def test_refuses_what_it_does_not_know() -> None:
         executed(PEELED.replace("i64 %4, !dbg", "i64 2, !dbg"), 1)
 
 
+@pytest.mark.parametrize("outcome", [True, False])
+def test_comparisons_of_floats_have_the_outcome_that_is_asked_for(outcome: bool) -> None:
+    """Of floats that are not computed: they may depend on anything."""
+    module = """
+define void @kernel(float %0) {
+  %2 = call float @mystery(float %0)
+  %3 = fcmp olt float %2, 5.000000e-01
+  br i1 %3, label %right, label %wrong
+
+right:
+  call void @product()
+  ret void
+
+wrong:
+  ret void
+}
+"""
+    flow = ControlFlow(module, lambda line: "product" if "@product" in line else None)
+    assert flow.compares_floats
+    assert flow.run([0], Thread(Memory([]), 0, 1, 0, outcome))["product"] == int(outcome)
+
+
 def test_arithmetic_is_that_of_llvm() -> None:
     """Signs, widths, vectors and predicates, each as the number of steps of a loop."""
     cases = {

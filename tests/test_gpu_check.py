@@ -18,7 +18,7 @@ import re
 import gpu_check
 from dataclasses import replace
 from types import SimpleNamespace
-from ocnn_fused.backends.triton.config import SHIPPED, SHIPPED_AMD, Config, single_configs
+from ocnn_fused.backends.triton.config import SHIPPED, SHIPPED_AMD, Config
 
 good = gpu_check.Job("gram", "tf32", SHIPPED["tf32"][0], "sm_80")
 target = gpu_check.TARGETS["sm_80"]
@@ -32,6 +32,8 @@ print(gpu_check.check(gpu_check.Job("gram", "ieee", Config(tile=128, depth=16, w
 
 # Loops that the compiler has taken apart: a step too few, a work item too many, an instruction less than in the IR.
 for target, precision, shipped in (("sm_100", "tf32", SHIPPED), ("gfx942", "ieee", SHIPPED_AMD)):
+    if gpu_check.lacks_linker(gpu_check.TARGETS[target]):
+        continue
     job = gpu_check.Job("gram", precision, shipped[precision][0], target)
     compiled = gpu_check.compile_job(job)
     outcome = gpu_check.check(job)
@@ -66,28 +68,13 @@ gpu_check.BARS["gather"] = gpu_check.Bar(instructions=16, programs=99, wide=1.0)
 print(gpu_check.check(gather).problems)
 
 # A program that takes more tensor memory than there is.
-single = gpu_check.Job("single", "tf32", single_configs(SHIPPED["tf32"])[0], "sm_80")
 gpu_check.tensor_columns = lambda compiled: 1024
-print(gpu_check.check(single).problems)
+print(gpu_check.check(good).problems)
 """
-
-
-def missing_linker() -> bool:
-    """Triton before 3.4 leaves linking for AMD to a program of ROCm."""
-    from triton.backends.amd.compiler import HIPBackend
-
-    try:
-        HIPBackend.path_to_rocm_lld()
-    except AttributeError:
-        return False
-    except Exception:  # no narrower class says it
-        return True
-    return False
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(find_spec("triton") is not None and missing_linker(), reason="this triton needs the linker of ROCm")
 def test_planted_mistakes_are_seen() -> None:
     """In a process of its own: here Triton interprets, there it compiles."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TOOLS), str(TOOLS.parent)])}
@@ -107,10 +94,10 @@ def test_planted_mistakes_are_seen() -> None:
     assert "local accesses" in spilled
     assert shared.endswith("bytes of shared memory, limit 1024']")
     assert no_matrix == "['no matrix instruction']"
-    for as_compiled, step_missing, instruction_missing in (taken_apart[:3], taken_apart[3:]):
+    assert len(taken_apart) in (3, 6)
+    for as_compiled, step_missing, instruction_missing in zip(*[iter(taken_apart)] * 3, strict=True):
         assert as_compiled == "[]"
         assert re.fullmatch(r"\['\d+ multiply-adds are executed, the plans have \d+'\]", step_missing)
         assert re.match(r"\['\d+ matrix instructions, but \d+ in LLVM IR', '\d+ multiply-adds", instruction_missing)
     assert spills == "1 2"
-    # The registers that older versions of Triton spill in the whole single kernel come behind.
-    assert does_not_fit.startswith("['not one program fits on a multiprocessor'")
+    assert does_not_fit == "['not one program fits on a multiprocessor']"

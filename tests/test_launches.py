@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from triton.runtime.interpreter import GridExecutor
-from triton_support import execution, needs_interpreter
+from triton_support import execution, needs_interpreter, needs_single
 
 from ocnn_fused import OrthRegularizer, engine
 from ocnn_fused.backends.triton import config
@@ -144,6 +144,7 @@ def test_add_grad_launches_five_kernels_per_pass_and_nothing_else(passes: int) -
 
 
 @needs_interpreter
+@needs_single
 @pytest.mark.parametrize(
     ("limited_workspace", "kernels"),
     [("128", {f"{stage}_kernel": 1 for stage in STAGES}), *((size, {"single_kernel": 1}) for size in ("0.3", "0.05"))],

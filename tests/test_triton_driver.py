@@ -63,7 +63,13 @@ def test_staged_launches(report: dict[str, Any]) -> None:
         assert 0 < launch["registers"] <= 255
 
 
+def skip_before_single_launches(report: dict[str, Any]) -> None:
+    if tuple(map(int, report["triton"].split(".")[:2])) < (3, 5):
+        pytest.skip("the single kernel needs triton 3.5")
+
+
 def test_single_launch_is_cooperative_and_fits(report: dict[str, Any]) -> None:
+    skip_before_single_launches(report)
     (launch,) = report["single"]
     assert launch["kernel"] == "single_kernel"
     assert is_right(launch), launch
@@ -74,6 +80,7 @@ def test_single_launch_is_cooperative_and_fits(report: dict[str, Any]) -> None:
 
 def test_a_grid_that_does_not_fit_is_refused(report: dict[str, Any]) -> None:
     """By the stub, which counts for itself what fits: the package's count is the largest that is accepted."""
+    skip_before_single_launches(report)
     assert report["too many programs"].startswith("RuntimeError: Triton Error [CUDA]: too many blocks in cooperative")
 
 

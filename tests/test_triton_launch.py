@@ -29,6 +29,7 @@ from triton_support import (
     errors,
     execution,
     needs_interpreter,
+    needs_single,
     on_device,
     plan_named,
     skip_if_impossible,
@@ -138,6 +139,7 @@ def test_stages_without_work_are_not_launched(with_grad: bool, stages: tuple[str
 
 
 @needs_interpreter
+@needs_single
 @pytest.mark.parametrize("with_grad", [True, False])
 def test_the_single_kernel_is_one_launch_and_a_memset(with_grad: bool) -> None:
     weights = [on_device(case) for case, _ in LAYERS]
@@ -149,6 +151,7 @@ def test_the_single_kernel_is_one_launch_and_a_memset(with_grad: bool) -> None:
 @pytest.mark.parametrize("programs", [None, 1])
 def test_frozen_weights_are_part_of_the_same_pass(programs: int | None) -> None:
     """Losses have the bits of a pass with all gradients, and so have the gradients that are wanted."""
+    skip_if_impossible("single" if programs else None)
     weights, full = mixed_call()
     plans = [plan_named(*layer) for layer in LAYERS]
     for wanted in ([True, False] * 3, [False, True] * 3):
@@ -167,6 +170,7 @@ def test_frozen_weights_are_part_of_the_same_pass(programs: int | None) -> None:
 
 
 @needs_interpreter
+@needs_single
 def test_single_kernel_in_one_program() -> None:
     weights, call = mixed_call()
     with execution():
@@ -246,6 +250,7 @@ SEEDS = range(PROGRAMS + 2)  # more than programs
 
 
 @needs_interpreter
+@needs_single
 @pytest.mark.parametrize("seed", SEEDS)
 def test_single_kernel_interleaved(seed: int) -> None:
     """All programs at once, more seeds than programs; the bits of the staged kernels."""
@@ -295,6 +300,7 @@ def all_barriers(arrivals, target):
 
 
 @needs_interpreter
+@needs_single
 @pytest.mark.parametrize(
     "barrier",
     [no_barrier_after_evaluate, no_barrier_after_gram, no_barrier_after_mix, no_barrier_after_apply, all_barriers],
@@ -366,6 +372,7 @@ def blackwell(monkeypatch: pytest.MonkeyPatch) -> CompiledKernel:
 
 
 @needs_interpreter
+@needs_single
 def test_the_grid_is_counted_once_and_nothing_of_the_call_is_kept(blackwell: CompiledKernel) -> None:
     case = Case((8, 16))
     workspaces = []

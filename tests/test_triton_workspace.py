@@ -15,7 +15,9 @@ from triton_support import (
     errors,
     execution,
     needs_interpreter,
+    needs_single,
     on_device,
+    skip_if_impossible,
     tl,
     triton,
 )
@@ -116,6 +118,7 @@ LIST = [
 @pytest.mark.parametrize("programs", [None, 1, 3], ids=["staged", "one program", "three programs"])
 def test_passes_give_the_bits_of_one(passes: tuple[range, ...], programs: int | None) -> None:
     """With less memory, and whoever is ahead."""
+    skip_if_impossible("single" if programs else None)
     weights, plans = [on_device(case) for case, _ in LIST], [plan_named(*layer) for layer in LIST]
     whole = Call(weights, plans, True, "ieee", EDGES)
     with execution():
@@ -141,6 +144,7 @@ def no_barrier_between_passes(arrivals, target):
 
 
 @needs_interpreter
+@needs_single
 def test_a_missing_barrier_between_passes_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The second pass has larger planes, and writes them over the first one's gradients."""
     cases = [Case((15, 4, 2), groups=3), Case((4, 200, 2))]

@@ -22,16 +22,20 @@ from ocnn_fused.plan import Plan
 
 __all__ = ["BIG", "DEVICE", "EDGES", "ON_GPU", "TOLERANCE", "WIDE_EDGES", "Call", "candidates", "check", "errors"]
 __all__ += ["execution"]
-__all__ += ["needs_interpreter", "on_device", "plan_named", "run", "skip_if_impossible", "tl", "triton"]
+__all__ += ["needs_interpreter", "needs_single", "on_device", "plan_named", "run", "skip_if_impossible", "tl", "triton"]
 
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
 
 needs_interpreter = pytest.mark.skipif(ON_GPU, reason="program order and rounding are set in the interpreter")
 
 
+NO_SINGLE = "no single launch on AMD, where a grid cannot be proven to fit, nor before triton 3.5"
+needs_single = pytest.mark.skipif(not cooperative.is_possible(), reason=NO_SINGLE)
+
+
 def skip_if_impossible(launch: str | None) -> None:
     if launch == "single" and not cooperative.is_possible():
-        pytest.skip("on AMD a grid cannot be proven to fit, so there is no single launch")
+        pytest.skip(NO_SINGLE)
 
 
 #: Big tiles for the interpreter, whose time does not depend on their size; and small ones, for many edges.

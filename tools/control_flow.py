@@ -1,7 +1,8 @@
 """Executes the control flow of a kernel's LLVM IR in Python, to count how often chosen calls are met.
 
 Only what branches and the predicates of those calls depend on is computed: integers, addresses, and loads from given
-memory. Anything there that is not understood is an error, so that a count is either exact or absent.
+memory. Comparisons of floats have all the same outcome, which the caller chooses. Anything else that is not understood
+is an error, so that a count is either exact or absent.
 """
 
 from __future__ import annotations
@@ -89,6 +90,7 @@ class Thread:
     program: int
     programs: int
     index: int
+    compared_floats: bool = True  # the outcome of each comparison
 
     def load(self, address: int, size: int) -> int:
         return self.programs if address == _IMPLICIT else self.memory.read(address, size)
@@ -186,6 +188,8 @@ def _compile(text: str) -> Compute:
         compare = _COMPARE[condition[-2:]]
         mask = (1 << _bits(kind)) - 1 if condition[0] == "u" else -1
         return lambda t, v: _each(lambda x, y: int(compare(x & mask, y & mask)), a(t, v), b(t, v))
+    if operation == "fcmp":
+        return lambda t, v: int(t.compared_floats)
     if operation in ("zext", "sext", "trunc", "inttoptr", "ptrtoint", "freeze"):
         source, _, target = rest.partition(" to ")
         kind, a = _typed(source)
@@ -278,6 +282,7 @@ class ControlFlow:
         definitions = dict(match.groups() for line in lines if (match := re.match(rf"  ({_NAME}) = (.*)", line)))
         self.static: Counter[str] = Counter(kind for line in lines if "call" in line and (kind := counted(line)))
         needed = self._needed(lines, definitions, counted)
+        self.compares_floats = any(definitions[name].startswith("fcmp") for name in needed)
         self.blocks: dict[str, _Block] = {}
         for line in lines:
             if match := re.match(r"([\w.$-]+):", line):
@@ -316,6 +321,8 @@ class ControlFlow:
             name = todo.pop()
             if name in definitions and name not in needed:
                 needed.add(name)
+                if definitions[name].startswith("fcmp"):
+                    continue
                 text = re.sub(r'"[^"]*"', "", definitions[name])
                 if text.startswith("phi"):  # labels are written like names
                     text = re.sub(rf", {_NAME} \]", "", text)

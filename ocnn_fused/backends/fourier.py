@@ -7,7 +7,6 @@ frequencies outermost; long ones by an FFT.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import partial
 from math import ceil, log2, pi, prod
 
 import torch
@@ -17,7 +16,7 @@ from ..plan import FourierPlan
 from ..problem import FREE, OFF_DIAGONAL, Precision
 from .cpu import BANDWIDTH, product_seconds
 from .device import SPECS, Device, spec_of
-from .job import Executable, Job, accumulation_dtype, run_each
+from .job import Executable, Job, accumulation_dtype, prepare_each
 
 #: Entries of the largest matrix that transforms a kernel.
 _MOST_ENTRIES = 1 << 18
@@ -55,8 +54,7 @@ def _by_matrix(plan: FourierPlan) -> bool:
 
 
 def prepare(jobs: Sequence[Job[FourierPlan]], device: torch.device) -> Executable:
-    executors = {key: _Executor(*key, device) for key in {(job.plan, job.operand.dtype) for job in jobs}}
-    return partial(run_each, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
+    return prepare_each(jobs, device, _Executor)
 
 
 def _pieces(plan: FourierPlan, device: Device) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..plan import AnyPlan, Plan
 from ..problem import Precision, Problem
+from .device import beside_all_graphs
 
 
 class Operand(NamedTuple):
@@ -100,6 +101,15 @@ class Executor(Protocol):
 
     def __call__(self, weight: Tensor, with_grad: bool) -> tuple[Tensor, Tensor]:
         """Loss and gradient, which is empty if none is wanted."""
+
+
+def prepare_each(
+    jobs: Sequence[Job[PlanT]], device: torch.device, make: Callable[[PlanT, torch.dtype, torch.device], Executor]
+) -> Executable:
+    """Executors of all plans among the jobs; jobs that are alike share one."""
+    keys = {(job.plan, job.operand.dtype) for job in jobs}
+    executors = beside_all_graphs(device, lambda: {key: make(*key, device) for key in keys})
+    return partial(run_each, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
 
 
 @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,8 +10,7 @@ from torch import Tensor
 from ..plan import Block, Plan
 from ..problem import FREE, OFF_DIAGONAL, Options
 from .cpu import refusal, resolve_precision, seconds
-from .device import beside_all_graphs
-from .job import Executable, Job, accumulation_dtype, is_bilinear, run_each
+from .job import Executable, Job, accumulation_dtype, is_bilinear, prepare_each
 from .lowering import to_tensor
 
 __all__ = ["prepare", "refusal", "resolve_precision", "seconds", "takes", "unavailable_reason"]
@@ -29,9 +27,7 @@ def unavailable_reason(device: torch.device) -> str | None:
 
 
 def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -> Executable:
-    keys = {(job.plan, job.operand.dtype) for job in jobs}
-    executors = beside_all_graphs(device, lambda: {key: _Executor(*key, device) for key in keys})
-    return partial(run_each, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
+    return prepare_each(jobs, device, _Executor)
 
 
 class _Executor:

@@ -8,7 +8,6 @@ take longer than those of a GPU's caching allocator do.
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +15,11 @@ from statistics import median
 from time import perf_counter
 
 import pretend
+import torch
+from resnet import ResNet
+
+from ocnn_fused import OrthRegularizer
+from ocnn_fused.backends import triton as backend
 
 ROUNDS = 200
 
@@ -36,14 +40,6 @@ def main() -> None:
         folder = Path(name)
         pretend.build(folder)
         stub = pretend.gpu(folder, "sm_80")
-        sys.path.append(str(pretend.HERE.parents[1] / "benchmarks"))
-
-        import torch
-        from resnet import ResNet
-
-        from ocnn_fused import OrthRegularizer
-        from ocnn_fused.backends import triton as backend
-
         backend.unavailable_reason = lambda device: None  # type: ignore[assignment]
         stub.stub_declare(0, 1 << 63)  # all memory is the device's
         model = ResNet((3, 4, 6, 3), 1000, cifar=False)

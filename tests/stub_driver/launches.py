@@ -12,16 +12,12 @@ import ctypes
 import json
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pretend
-
-FOLDER, TARGET, PRECISION = sys.argv[1:4]
-stub = pretend.gpu(Path(FOLDER), TARGET)
-
 import torch
 import triton
 from oracle import Case
@@ -34,6 +30,9 @@ from ocnn_fused.backends.triton import cooperative, kernels
 from ocnn_fused.backends.triton.config import Config, shipped, single_configs
 from ocnn_fused.backends.triton.launch import Call
 from ocnn_fused.backends.triton.tables import STAGES
+
+FOLDER, TARGET, PRECISION = sys.argv[1:4]
+stub = pretend.gpu(Path(FOLDER), TARGET)
 
 #: Every stage: a mix, a free target, tiny groups, planes that are the weight itself.
 LAYERS = [
@@ -138,31 +137,38 @@ def main() -> None:
         report["tiles"] = {stage: len(range(*call.tables.passes[0].stage(stage))) for stage in STAGES}
         report["staged"] = launches(call)
 
-        single = make_call(single_configs(configs)[0], passes=(range(3), range(3, 4)))
-        programs = cooperative.resident_programs(single)
-        single.run(programs)
-        report["programs"] = programs
-        report["fitting"] = next(iter(cooperative._fitting.values()))
-        report["single"] = launches(single)
-        arguments, settings = single.single_launch()
-        kernel = kernels.single_kernel
-        names = kernel.arg_names
+        if cooperative.is_possible():
+            single = make_call(single_configs(configs)[0], passes=(range(3), range(3, 4)))
+            programs = cooperative.resident_programs(single)
+            single.run(programs)
+            report["programs"] = programs
+            report["fitting"] = next(iter(cooperative._fitting.values()))
+            report["single"] = launches(single)
+            arguments, settings = single.single_launch()
+            too_many = (report["fitting"] + 1,)
+            report["too many programs"] = outcome(lambda: kernels.single_kernel[too_many](*arguments, **settings))
 
         # Planted: each mistake is one that a launch could make.
+        kernel, names = kernels.mix_kernel, kernels.mix_kernel.arg_names
+        tiles = call.tiles_of(call.tables.passes[0], "mix")
+        right, options = call.stage_arguments("mix", tiles, torch.zeros(9, dtype=torch.int32)), call.settings("mix")
+
+        def with_(**values: Any) -> list[Any]:
+            return [values.get(name, value) for name, value in zip(names, right, strict=False)]
+
+        def launched(arguments: Sequence[Any]) -> str:
+            return outcome(lambda: kernel[(1,)](*arguments, **options))
+
         foreign = ctypes.create_string_buffer(4096)  # memory that is not the device's
-        report["too many programs"] = outcome(lambda: kernel[(report["fitting"] + 1,)](*arguments, **settings))
-        report["an argument less"] = outcome(lambda: kernel[(1,)](*arguments[:-1], **settings))
-        report["an argument more"] = outcome(lambda: kernel[(1,)](*arguments, 1, **settings))
-        report["a float for a count"] = outcome(lambda: kernel[(1,)](*arguments[:-1], 1.5, **settings))
         elsewhere = SimpleNamespace(data_ptr=lambda: ctypes.addressof(foreign), dtype=torch.int64)
-        report["memory of the host"] = outcome(lambda: kernel[(1,)](elsewhere, *arguments[1:], **settings))
-        # Of the same kinds, so that only the values tell.
+        report["an argument less"] = launched(right[:-1])
+        report["an argument more"] = launched((*right, 1))
+        report["a float for a count"] = launched(with_(loss_rows=1.5))
+        report["memory of the host"] = launched(with_(table=elsewhere))
+        # Of the same kind, so that only the values tell.
         stub.stub_clear()
-        partials, losses = (names.index(name) for name in ("partials", "losses"))
-        exchanged = list(arguments)
-        exchanged[partials], exchanged[losses] = arguments[losses], arguments[partials]
-        outcome(lambda: kernel[(1,)](*exchanged, **settings))
-        report["exchanged"] = launches(single)
+        launched(with_(partials=call.losses, losses=call.partials))
+        report["exchanged"] = launches(call)
     print(json.dumps(report))
 
 

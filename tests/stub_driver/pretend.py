@@ -1,4 +1,7 @@
-"""A GPU that is not there: Triton compiles and launches for it, and the stub of libcuda writes down what arrives."""
+"""A GPU that is not there: Triton compiles and launches for it, and the stub of libcuda writes down what arrives.
+
+To be imported before the package: Triton decides then whether it compiles or interprets.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 HERE = Path(__file__).resolve().parent
+if __name__ == "pretend":  # in a process of its own; tests only build the stub
+    os.environ["TRITON_INTERPRET"] = "0"
+    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent), str(HERE.parents[1] / "benchmarks")]
+
 COMPILER = shutil.which("gcc") or shutil.which("cc")
 MULTIPROCESSORS = 16
 
@@ -29,13 +36,8 @@ def build(folder: Path) -> None:
 
 
 def gpu(folder: Path, target: str) -> ctypes.CDLL:
-    """Makes torch and Triton believe in a GPU, for instance sm_90, whose driver is the stub in that folder.
-
-    To be called before the package is imported: Triton decides then whether it compiles or interprets.
-    """
-    os.environ["TRITON_INTERPRET"] = "0"
+    """Makes torch and Triton believe in a GPU, for instance sm_90, whose driver is the stub in that folder."""
     os.environ["TRITON_LIBCUDA_PATH"] = str(folder)
-    sys.path[:0] = [str(HERE.parents[1]), str(HERE.parent)]
 
     import torch
 

@@ -122,9 +122,7 @@ def run(
     from .launch import Call, can_add
 
     if epilogue is not None and (epilogue.per_target or not can_add(weights, epilogue.targets)):
-        losses, grads = run(
-            weights, plans, with_grad, precision=precision, launch=launch, config=config, passes=passes
-        )
+        losses, grads = run(weights, plans, with_grad, precision=precision, launch=launch, config=config, passes=passes)
         return losses, [
             epilogue.settle(place, weight, grad, plan.groups) if wanted else grad
             for place, (weight, grad, plan, wanted) in enumerate(zip(weights, grads, plans, with_grad, strict=True))

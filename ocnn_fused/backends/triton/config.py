@@ -170,7 +170,7 @@ MOST_PADDING = 0.05
 STAGED_LAUNCHES = 5
 #: Barriers that it has in a pass; behind the last one there is none.
 BARRIERS = 5
-#: What a stage loses in it, as a share of its work, where fewer programs share a multiprocessor than do without it. With
+#: What a stage loses in it, as a share of its work, where more programs of it alone would share a multiprocessor. With
 #: small tiles that is so for all stages.
 SINGLE_LOSS = 0.25
 

@@ -50,13 +50,13 @@ def tensor_columns(compiled: Any) -> int:
     return getattr(compiled.metadata, "tmem_size", None) or 0
 
 
-#: Whether a loop can be kept from having what does not change in it computed in front of it, since triton 3.5. The single
-#: kernel would compute, and keep in registers, what all of its stages need, and spill.
+#: Whether the compiler can be told to leave everything in a loop, since triton 3.5. Without that the single kernel
+#: computes in front of its loops what all of its stages need, keeps it in registers, and spills.
 _LOOPS_STAY_WHOLE = "disable_licm" in signature(tl.range.__init__).parameters
 
 
 def is_possible() -> bool:
-    """Whether the single kernel compiles, and its grid can be proven to fit: AMD does not report what would prove it."""
+    """Whether the single kernel compiles without spills, and its grid can be proven to fit, as it cannot on AMD."""
     return _LOOPS_STAY_WHOLE and (interpreted() or torch.version.hip is None)
 
 

@@ -199,7 +199,7 @@ class LossRow(NamedTuple):
 
 
 class PassRow(NamedTuple):
-    """One pass over some of the weights, with the whole workspace to itself: where its work items lie, stage by stage."""
+    """Where the work items of a pass lie, stage by stage. A pass has some of the weights, and all of the workspace."""
 
     begin: int
     squares_end: int

@@ -1221,9 +1221,7 @@ def single_kernel(
             target += programs
             for index in tl.range(apply_end + program, gather_end, programs, disable_licm=True):
                 tile = tiles + index * fields.I_WIDTH
-                gather_any(
-                    table, constants, tile, workspace, grads, targets, ROWS, GATHERED_COLUMNS, ADDS, BY_PRODUCTS
-                )
+                gather_any(table, constants, tile, workspace, grads, targets, ROWS, GATHERED_COLUMNS, ADDS, BY_PRODUCTS)
         if index_of_pass < passes - 1:  # the next pass writes what this one reads
             grid_barrier(arrivals, target)
             target += programs

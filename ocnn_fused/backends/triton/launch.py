@@ -20,7 +20,7 @@ from ..job import Epilogue
 from . import fields, kernels
 from .config import Config, compile_options
 from .fields import PassRow
-from .tables import Layout, Tables, build_tables, to_device
+from .tables import STAGES, Layout, Tables, build_tables, to_device
 
 #: Bounds of the caches: a model has a few lists of weights, and tables are at most a few megabytes.
 MAX_TABLES = 32
@@ -222,9 +222,7 @@ class Call:
     ) -> None:
         plane_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         self.wanted = [with_grad] * len(weights) if isinstance(with_grad, bool) else list(map(bool, with_grad))
-        self.tables = tables = tables_for(
-            weights, plans, self.wanted, plane_dtype, config, precision == "tf32", passes
-        )
+        self.tables = tables = tables_for(weights, plans, self.wanted, plane_dtype, config, precision == "tf32", passes)
         self.with_grad = any(self.wanted)
         self.precision = precision
         self.config = config
@@ -289,32 +287,33 @@ class Call:
 
     def run_pass(self, one: PassRow, arrivals: Tensor) -> None:
         """A launch for each stage that has work."""
-        t, workspace, grads = self.tables, self.workspace, self.grads_buffer
-        loss = (self.partials, arrivals, self.losses, t.loss_rows, *self.scaling)
-        if tiles := self._tiles(one, "squares"):
-            kernels.squares_kernel[(tiles[0],)](
-                t.table, tiles[1], self.weights, workspace, self.partials, **self.settings("squares")
-            )
-        if tiles := self._tiles(one, "evaluate"):
-            kernels.evaluate_kernel[(tiles[0],)](
-                t.table, t.constants, tiles[1], self.weights, workspace, arrivals, t.count, **self.settings("evaluate")
-            )
-        if tiles := self._tiles(one, "gram"):
-            kernels.gram_kernel[(tiles[0],)](t.table, tiles[1], self.weights, workspace, *loss, **self.settings("gram"))
-        if tiles := self._tiles(one, "mix"):
-            kernels.mix_kernel[(tiles[0],)](t.table, t.constants, tiles[1], workspace, *loss, **self.settings("mix"))
-        if tiles := self._tiles(one, "apply"):
-            kernels.apply_kernel[(tiles[0],)](
-                t.table, tiles[1], self.weights, workspace, grads, self.targets, **self.settings("apply")
-            )
-        if tiles := self._tiles(one, "gather"):
-            kernels.gather_kernel[(tiles[0],)](
-                t.table, t.constants, tiles[1], workspace, grads, self.targets, **self.settings("gather")
-            )
+        for stage in STAGES:
+            tiles = self.tiles_of(one, stage)
+            if count := len(tiles):
+                arguments = self.stage_arguments(stage, tiles, arrivals)
+                getattr(kernels, f"{stage}_kernel")[(count,)](*arguments, **self.settings(stage))
 
-    def _tiles(self, one: PassRow, stage: str) -> tuple[int, Tensor] | None:
+    def tiles_of(self, one: PassRow, stage: str) -> Tensor:
+        """The work items of a stage, one for each program."""
         begin, end = one.stage(stage)
-        return (end - begin, self.tables.tiles[begin:end]) if end > begin else None
+        return self.tables.tiles[begin:end]
+
+    def stage_arguments(self, stage: str, tiles: Tensor, arrivals: Tensor) -> tuple[Any, ...]:
+        """What a stage's kernel is launched with."""
+        t, weights, workspace = self.tables, self.weights, self.workspace
+        loss = (self.partials, arrivals, self.losses, t.loss_rows, *self.scaling)
+        gradients = (workspace, self.grads_buffer, self.targets)
+        if stage == "squares":
+            return t.table, tiles, weights, workspace, self.partials
+        if stage == "evaluate":
+            return t.table, t.constants, tiles, weights, workspace, arrivals, t.count
+        if stage == "gram":
+            return t.table, tiles, weights, workspace, *loss
+        if stage == "mix":
+            return t.table, t.constants, tiles, workspace, *loss
+        if stage == "apply":
+            return t.table, tiles, weights, *gradients
+        return t.table, t.constants, tiles, *gradients
 
     def single_launch(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Arguments and settings of the one launch; its barrier counter is the only memory that is cleared first."""
