@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import product
 from math import prod
 from multiprocessing import get_context
 from pathlib import Path
@@ -42,7 +43,7 @@ from triton.compiler import ASTSource
 from ocnn_fused.backends.device import SPECS
 from ocnn_fused.backends.model import SPLIT_PRODUCTS, product_work
 from ocnn_fused.backends.triton import fields, kernels
-from ocnn_fused.backends.triton.config import Config, compile_options, shipped, single_configs
+from ocnn_fused.backends.triton.config import BARRIERS, Config, compile_options, shipped, single_configs
 from ocnn_fused.backends.triton.cooperative import (
     RESERVED_SHARED,
     is_possible,
@@ -202,6 +203,7 @@ class Outcome:
     matrix: Counter[str] = field(default_factory=Counter)
     multiply_adds: int = 0  # executed by matrix instructions for the sample plans
     wide: float = 0.0  # share of the bytes copied to shared memory that goes 16 bytes at a time
+    barriers: int = 0  # of all programs, each with a fence and a cleared L1 cache
     problems: list[str] = field(default_factory=list)
 
 
@@ -211,7 +213,8 @@ def jobs(targets: Sequence[str]) -> Iterator[Job]:
         every = shipped(SPECS[TARGETS[target].device])
         for precision, configs in every.items():
             if TARGETS[target].is_nvidia and is_possible():
-                yield from (Job("single", precision, config, target) for config in single_configs(configs))
+                for config, adds in product(single_configs(configs), (False, True)):
+                    yield Job("single", precision, config, target, adds)
             for config in configs:
                 yield Job("gram", precision, config, target)
                 yield Job("apply", precision, config, target)
@@ -330,6 +333,8 @@ def check(job: Job) -> Outcome:
             outcome.problems.append(f"{outcome.instructions:.0f} instructions per tap, at most {most} are wanted")
         if outcome.wide < bar.wide:
             outcome.problems.append(f"{outcome.wide:.0%} copied 16 bytes at a time, at least {bar.wide:.0%} are wanted")
+        if job.kernel == "single" and outcome.barriers != BARRIERS:
+            outcome.problems.append(f"{outcome.barriers} barriers that clear the L1 cache, {BARRIERS} are wanted")
     if outcome.stack:
         outcome.problems.append(f"{outcome.stack} bytes of stack")
     if outcome.spills:
@@ -494,6 +499,8 @@ def _read_nvidia(outcome: Outcome, compiled: triton.compiler.CompiledKernel, tar
     outcome.spills = sum(count for name, count in instructions.items() if name.split(".")[0] in ("LDL", "STL"))
     outcome.matrix = Counter({name: count for name, count in instructions.items() if re.match(target.matrix, name)})
     outcome.wide = _share_of_wide_copies(instructions)
+    # What programs write before a barrier, and may have read before, must be read from the L2 cache behind it.
+    outcome.barriers = min(instructions["MEMBAR.ALL.GPU"], instructions["CCTL.IVALL"])
     if outcome.job.constants.get("BY_PRODUCTS"):
         counted = {"evaluate": _instructions_of_evaluate, "mix": _instructions_of_mix}.get(outcome.job.kernel)
         outcome.instructions = counted(outcome.job) if counted else _instructions_of_gather(sass)

@@ -74,18 +74,24 @@ SHIPPED_AMD: dict[Precision, tuple[Config, ...]] = {
 def shipped(spec: DeviceSpec) -> dict[Precision, tuple[Config, ...]]:
     """The device's configurations, by precision.
 
-    With triton 3.3 large tiles are shallower on NVIDIA, where apply would spill, and there are neither wide ones nor
-    matrix instructions in evaluate, mix and gather.
+    With some versions of triton large tiles would spill, and are shallower: with 3.3 in apply, on NVIDIA, where there are
+    then neither wide ones nor matrix instructions in evaluate, mix and gather; and since 3.9 in gram for sm_120.
     """
     if spec.is_amd:
         return SHIPPED_AMD
-    if not _spills_early():
-        if spec.has_wide_tiles:
-            return SHIPPED_HOPPER
-        return SHIPPED_BY_PRODUCTS if spec.has_fast_products else SHIPPED
+    if _spills_early():
+        return _with_shallow_tiles(SHIPPED)
+    if spec.has_wide_tiles:
+        return SHIPPED_HOPPER
+    if spec.has_fast_products:
+        return SHIPPED_BY_PRODUCTS
+    return SHIPPED if _triton_version() < (3, 9) else _with_shallow_tiles(SHIPPED)
+
+
+def _with_shallow_tiles(every: dict[Precision, tuple[Config, ...]]) -> dict[Precision, tuple[Config, ...]]:
     return {
         precision: tuple(replace(config, depth=16) if config.tile > 64 else config for config in configs)
-        for precision, configs in SHIPPED.items()
+        for precision, configs in every.items()
     }
 
 
@@ -94,11 +100,15 @@ MIX_SIZES = (16, 32, 64)
 
 
 @cache
-def _spills_early() -> bool:
-    """Whether the compiler is that of triton 3.3, which needs a few registers more for the same kernels."""
+def _triton_version() -> tuple[int, ...]:
     import triton
 
-    return tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 4)
+    return tuple(int(part) for part in triton.__version__.split(".")[:2])
+
+
+def _spills_early() -> bool:
+    """Whether the compiler is that of triton 3.3, which needs a few registers more for the same kernels."""
+    return _triton_version() < (3, 4)
 
 
 def compile_options(kernel: str, config: Config, capability: tuple[int, int] | None) -> dict[str, int]:
@@ -138,14 +148,14 @@ def _registers(kernel: str, config: Config) -> int:
 
 
 def single_configs(configs: tuple[Config, ...]) -> tuple[Config, ...]:
-    """Those of the single kernel, in which all stages share the registers of a thread: some are shallower."""
+    """Those of the single kernel, in which all stages share the registers of a thread: tiles of the same sides."""
     return tuple(map(_single_config, configs))
 
 
 def _single_config(config: Config) -> Config:
     if config.tile <= 64:
         return replace(config, depth=16, stages=2, lanes=32 * config.warps)
-    return replace(config, depth=16) if config.by_products else config
+    return replace(config, depth=16) if config.by_products else replace(config, columns=64, gathered_columns=32)
 
 
 def choose_config(
