@@ -74,8 +74,8 @@ SHIPPED_AMD: dict[Precision, tuple[Config, ...]] = {
 def shipped(spec: DeviceSpec) -> dict[Precision, tuple[Config, ...]]:
     """The device's configurations, by precision.
 
-    With some versions of triton large tiles would spill, and are shallower: with 3.3 in apply, on NVIDIA, where there are
-    then neither wide ones nor matrix instructions in evaluate, mix and gather; and since 3.9 in gram for sm_120.
+    With some versions of triton large tiles would spill on NVIDIA, and are shallower: with 3.3 in apply, and then there
+    are neither wide ones nor matrix instructions in evaluate, mix and gather; since 3.9 in gram for sm_120.
     """
     if spec.is_amd:
         return SHIPPED_AMD
@@ -153,9 +153,10 @@ def single_configs(configs: tuple[Config, ...]) -> tuple[Config, ...]:
 
 
 def _single_config(config: Config) -> Config:
+    narrow = replace(config, columns=64, gathered_columns=32)
     if config.tile <= 64:
-        return replace(config, depth=16, stages=2, lanes=32 * config.warps)
-    return replace(config, depth=16) if config.by_products else replace(config, columns=64, gathered_columns=32)
+        return replace(narrow, depth=16, stages=2, lanes=32 * config.warps)
+    return replace(config, depth=16) if config.by_products else narrow
 
 
 def choose_config(
