@@ -58,19 +58,20 @@ def speed_ups(path: Path, title: str, bars: Sequence[Bar], environment: Environm
     bounds = [(place, bar.bound) for place, bar in zip(places, bars, strict=True) if bar.bound is not None]
     widest = max(bar.value for bar in bars)
     shown = [(place, bound) for place, bound in bounds if bound <= 2 * widest]
+    end_of_axis = 1.12 * max(widest, *(bound for _, bound in shown), 1.0)
     if shown:
         axis.scatter(
             [bound for _, bound in shown], [place for place, _ in shown], marker="|", s=160, color="black",
             label="bound: the plan's products by the BLAS, nothing else", zorder=3,
         )  # fmt: skip
     for place, bar in zip(places, bars, strict=True):  # beside the bar, or beside the mark where that is close
-        close = bar.bound is not None and bar.value <= bar.bound <= bar.value + 0.12 * widest
+        close = bar.bound is not None and bar.value <= bar.bound <= bar.value + 0.1 * end_of_axis
         end = max(bar.value, bar.bound or 0.0) if close else bar.value
         axis.annotate(f"{bar.value:.1f}x", (end, place), (6, 0), textcoords="offset points", va="center", fontsize=9)
     axis.axvline(1, color=GREY, linewidth=1.2, linestyle="--", label="equally fast")
     axis.set_yticks(places, [bar.label for bar in bars], fontsize=9)
     axis.set_ylim(len(bars) - 0.4, -0.6)  # the first on top
-    axis.set_xlim(0, 1.12 * max(widest, *(bound for _, bound in shown), 1.0))
+    axis.set_xlim(0, end_of_axis)
     axis.set_xlabel("times faster than F.conv2d with autograd, loss and gradient")
     _tidy(axis)
     figure.suptitle(f"{title}\n{where(environment)}", fontsize=10)

@@ -146,8 +146,8 @@ is what the plan's products allow on the machine at hand; a backend with product
 
 #: Beside the first table.
 LOSS_ONLY = """About the loss alone: ResNet-34's products are 11.5 G multiply-adds, and those of the reference's
-forward, without the zeros of its padding, 6.3 times as many. Where oneDNN has AVX-512 they run at 315 to 340 GFLOP/s
-here, and ours at nearly 400; 460, twice what one thread reaches in our products alone, would make it about 9x. Ten
+forward, without the zeros of its padding, 6.3 times as many. Where oneDNN has AVX-512 they run at 290 to 340 GFLOP/s
+here, and ours at 390 to 400; 460, twice what one thread reaches in our products alone, would make it 9x to 10x. Ten
 times is beyond this processor with AVX-512. With AVX2 alone it showed 10.1x
 (`ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 python benchmarks/compare.py --network resnet34`)."""
 
