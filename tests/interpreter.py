@@ -171,6 +171,19 @@ class _Interleaving:
             raise self.error
 
 
+#: Which operand of them is the mask.
+_MASK_AT = {"create_masked_load": 1, "create_masked_store": 2}
+
+
+def _with_mask_of_bools(name: str, operands: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The interpreter of triton 3.9 makes integers of a mask and a scalar, and refuses them then."""
+    place = _MASK_AT.get(name)
+    if place is None or operands[place].data.dtype == np.bool_:
+        return operands
+    mask = TensorHandle(operands[place].data != 0, tl.int1)
+    return (*operands[:place], mask, *operands[place + 1 :])
+
+
 class _Reordered:
     """Stands in for a kernel: skips every program until the executor comes to the last, then runs all in its order."""
 
@@ -264,7 +277,7 @@ def repaired(order: str = "sequential", seed: int = 0) -> Iterator[Scheduler]:
         def access(self: Any, *arguments: Any, **options: Any) -> Any:
             if scheduler.interleaving is not None:
                 scheduler.interleaving.pause()
-            return original(self, *arguments, **options)
+            return original(self, *_with_mask_of_bools(name, arguments), **options)
 
         return access
 

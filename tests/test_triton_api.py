@@ -137,6 +137,7 @@ def test_explain_on_a_device(device: str) -> None:
 )
 @needs_interpreter
 def test_kernel_orth_loss_takes_the_same_options(launch: str, expected: set[str]) -> None:
+    skip_if_impossible(launch)
     case = Case((6, 4, 2, 2), padding=0)
     weight = on_device(case).requires_grad_()
     with execution() as scheduler:
