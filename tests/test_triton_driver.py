@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -63,13 +65,17 @@ def test_staged_launches(report: dict[str, Any]) -> None:
         assert 0 < launch["registers"] <= 255
 
 
-def skip_before_single_launches(report: dict[str, Any]) -> None:
-    if tuple(map(int, report["triton"].split(".")[:2])) < (3, 5):
+def triton_before_single_launches() -> bool:
+    return tuple(map(int, version("triton").split(".")[:2])) < (3, 5)
+
+
+def skip_before_single_launches() -> None:
+    if triton_before_single_launches():
         pytest.skip("the single kernel needs triton 3.5")
 
 
 def test_single_launch_is_cooperative_and_fits(report: dict[str, Any]) -> None:
-    skip_before_single_launches(report)
+    skip_before_single_launches()
     (launch,) = report["single"]
     assert launch["kernel"] == "single_kernel"
     assert is_right(launch), launch
@@ -80,7 +86,7 @@ def test_single_launch_is_cooperative_and_fits(report: dict[str, Any]) -> None:
 
 def test_a_grid_that_does_not_fit_is_refused(report: dict[str, Any]) -> None:
     """By the stub, which counts for itself what fits: the package's count is the largest that is accepted."""
-    skip_before_single_launches(report)
+    skip_before_single_launches()
     assert report["too many programs"].startswith("RuntimeError: Triton Error [CUDA]: too many blocks in cooperative")
 
 
@@ -101,3 +107,20 @@ def test_exchanged_arguments_are_seen(report: dict[str, Any]) -> None:
     """Of one kind, so that nothing refuses them."""
     (launch,) = report["exchanged"]
     assert len(launch["wrong"]) == 2
+
+
+@pytest.mark.slow
+def test_a_resnet34_is_one_launch_or_five_per_pass() -> None:
+    """Of the kernels that a GPU would get, counted by the driver; those of PyTorch are counted in test_launches.py."""
+    command = [sys.executable, "-W", "ignore", str(STUB / "host_time.py"), "1"]
+    environment = {name: value for name, value in os.environ.items() if name != "OCNN_FUSED_BACKEND"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    found = dict(re.findall(r"^(\S+, [\w ]+): (\d+) launches", result.stdout, re.M))
+    by_itself = "20" if triton_before_single_launches() else "1"
+    assert found == {
+        "reg(), by itself": by_itself,
+        "add_grad_, by itself": by_itself,
+        "reg(), staged": "20",
+        "add_grad_, staged": "20",
+    }

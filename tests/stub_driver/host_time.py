@@ -1,6 +1,6 @@
 """The host's part of a step on a GPU: what Python, Triton's launcher and the packing of arguments take for a ResNet-34.
 
-    python tests/stub_driver/host_time.py      the device does nothing, and needs no time for it
+    python tests/stub_driver/host_time.py [ROUNDS]      the device does nothing, and needs no time for it
 
 Everything up to the driver is real, and the driver is the stub. Allocations are those of the CPU, of which large ones
 take longer than those of a GPU's caching allocator do.
@@ -8,6 +8,7 @@ take longer than those of a GPU's caching allocator do.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -21,21 +22,19 @@ from resnet import ResNet
 from ocnn_fused import OrthRegularizer
 from ocnn_fused.backends import triton as backend
 
-ROUNDS = 200
 
-
-def milliseconds(step: Callable[[], object]) -> str:
-    for _ in range(5):
+def milliseconds(step: Callable[[], object], rounds: int) -> str:
+    for _ in range(min(5, rounds)):
         step()
     times = []
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         start = perf_counter()
         step()
         times.append(1e3 * (perf_counter() - start))
-    return f"median {median(times):.3f} ms, least {min(times):.3f} ms of {ROUNDS}"
+    return f"median {median(times):.3f} ms, least {min(times):.3f} ms of {rounds}"
 
 
-def main() -> None:
+def main(rounds: int = 200) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         pretend.build(folder)
@@ -52,9 +51,9 @@ def main() -> None:
                 stub.stub_clear()
                 step()
                 launched = len(stub.stub_launches().decode().splitlines())
-                label = f"{'reg()' if step is reg else 'add_grad_'}, {launch or 'by itself'}, {launched} launches"
-                print(f"{label:<40}{milliseconds(step)}", flush=True)
+                label = f"{'reg()' if step is reg else 'add_grad_'}, {launch or 'by itself'}: {launched} launches"
+                print(f"{label:<40}{milliseconds(step, rounds)}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(*map(int, sys.argv[1:]))

@@ -297,28 +297,47 @@ def evaluate_any(
 
 
 @triton.jit
+def gathered_tile(
+    block, group, row, channel, grads, targets, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr
+):
+    """Where a tile's gradients go: address, its first element, offsets of the others, and which of them are there."""
+    rows, channels = tl.load(block + fields.B_ROWS), tl.load(block + fields.B_CHANNELS)
+    grad = gradient_base(tl.load(block + fields.B_WEIGHT), grads, targets, ADDS)
+    grad += tl.load(block + fields.B_GRAD_BYTES)
+    row_stride = tl.load(block + fields.B_GRAD_ROW_STRIDE)
+    channel_stride = tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
+    first_element = (group * rows + row) * row_stride + channel * channel_stride
+    elements = offsets_within(row_stride, channel_stride, ROWS, COLUMNS)
+    return grad, first_element, elements, inside_tile(row, rows, channel, channels, ROWS, COLUMNS)
+
+
+@triton.jit
+def store_taps(grad, first_element, elements, inside, taps, values, dtype, ADDS: tl.constexpr):
+    """CHUNK taps of a tile, the last axis of ``values``: the order in which they lie in a contiguous gradient."""
+    tap = tl.load(taps + tl.arange(0, fields.CHUNK))
+    mask = (tap >= 0)[None, None, :] & inside[:, :, None]
+    places = elements[:, :, None] + tap.to(tl.int32)[None, None, :]
+    store_float(grad, first_element, places, values, mask, dtype, ADDS)
+
+
+@triton.jit
 def gather_tile(
     table, constants, tile, workspace, grads, targets, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ADDS: tl.constexpr
 ):
     """``dK[i, c, source[r, m]] = sum_p E[p, m] G_p[i, (r, c)]``: the transpose of evaluate."""
     block = table + tl.load(tile + fields.I_ROW)
     group, residue, row, channel = block_position(block, tile, ROWS, COLUMNS)
-    rows, channels, planes, taps, padded_taps, identity, dtype, plane_stride = block_sizes(block)
+    _rows, _channels, planes, taps, padded_taps, identity, dtype, plane_stride = block_sizes(block)
     matrix = constants + aligned_stride(tl.load(block + fields.B_MATRIX))
     tap_offsets = table + tl.load(block + fields.B_GRAD_TAP_OFFSETS) + residue * padded_taps
     padded_taps = aligned_stride(padded_taps)
     source = (workspace.to(tl.int64) + tl.load(block + fields.B_GRADIENTS_BYTES)).to(tl.pointer_type(tl.float32))
-    grad = gradient_base(tl.load(block + fields.B_WEIGHT), grads, targets, ADDS)
-    grad += tl.load(block + fields.B_GRAD_BYTES)
-
-    row_stride = tl.load(block + fields.B_GRAD_ROW_STRIDE)
-    channel_stride = tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
-    inside = inside_tile(row, rows, channel, channels, ROWS, COLUMNS)
-    first_element = (group * rows + row) * row_stride + channel * channel_stride
-    elements = offsets_within(row_stride, channel_stride, ROWS, COLUMNS)
     first_of_plane, plane_row_stride, plane_column_stride = in_plane(block, group, residue, row, channel)
     source += first_of_plane
     offsets = offsets_within(plane_row_stride, plane_column_stride, ROWS, COLUMNS)
+    grad, first_element, elements, inside = gathered_tile(
+        block, group, row, channel, grads, targets, ROWS, COLUMNS, ADDS
+    )
 
     lane = tl.arange(0, fields.CHUNK)
     for first in range(0, taps, fields.CHUNK):
@@ -332,11 +351,8 @@ def gather_tile(
                 factors = tl.load(matrix + index * padded_taps + first + lane)
                 taken = tl.load(source + index * plane_stride + offsets, mask=inside, other=0.0)
                 values += factors[:, None, None] * taken[None, :, :]
-        # Stored with the taps last, the order in which they lie in a contiguous gradient.
-        tap = tl.load(tap_offsets + first + lane)
-        mask = (tap >= 0)[None, None, :] & inside[:, :, None]
-        places = elements[:, :, None] + tap.to(tl.int32)[None, None, :]
-        store_float(grad, first_element, places, tl.permute(values, (1, 2, 0)), mask, dtype, ADDS)
+        values = tl.permute(values, (1, 2, 0))
+        store_taps(grad, first_element, elements, inside, tap_offsets + first, values, dtype, ADDS)
 
 
 @triton.jit
@@ -357,14 +373,9 @@ def gather_tile_by_products(
     source += aligned_stride(residue * channels) + channel
     offsets = tl.arange(0, ROWS)[:, None] * row_stride.to(tl.int32) + tl.arange(0, COLUMNS)[None, :]
     read = inside_tile(row, rows, channel, padded(channels), ROWS, COLUMNS)[None, :, :]
-
-    grad = gradient_base(tl.load(block + fields.B_WEIGHT), grads, targets, ADDS)
-    grad += tl.load(block + fields.B_GRAD_BYTES)
-    grad_row_stride = tl.load(block + fields.B_GRAD_ROW_STRIDE)
-    grad_channel_stride = tl.load(block + fields.B_GRAD_CHANNEL_STRIDE)
-    inside = inside_tile(row, rows, channel, channels, ROWS, COLUMNS)
-    first_element = (group * rows + row) * grad_row_stride + channel * grad_channel_stride
-    elements = offsets_within(grad_row_stride, grad_channel_stride, ROWS, COLUMNS)
+    grad, first_element, elements, inside = gathered_tile(
+        block, group, row, channel, grads, targets, ROWS, COLUMNS, ADDS
+    )
 
     lane = tl.arange(0, fields.CHUNK)
     for first in range(0, taps, fields.CHUNK):
@@ -376,10 +387,8 @@ def gather_tile_by_products(
             taken = tl.trans(tl.reshape(taken, (fields.CHUNK, ROWS * COLUMNS)))
             factors = tl.load(matrix + (start + lane)[:, None] * padded_taps + (first + lane)[None, :])
             total = split_product(taken, factors, total)
-        tap = tl.load(tap_offsets + first + lane)
-        mask = (tap >= 0)[None, None, :] & inside[:, :, None]
-        places = elements[:, :, None] + tap.to(tl.int32)[None, None, :]
-        store_float(grad, first_element, places, tl.reshape(total, (ROWS, COLUMNS, fields.CHUNK)), mask, dtype, ADDS)
+        values = tl.reshape(total, (ROWS, COLUMNS, fields.CHUNK))
+        store_taps(grad, first_element, elements, inside, tap_offsets + first, values, dtype, ADDS)
 
 
 @triton.jit
