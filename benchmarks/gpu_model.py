@@ -97,7 +97,7 @@ class Launches:
     def of(cls, plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> Launches:
         """As the Triton backend does by itself."""
         found = passes(plans, precision)
-        return cls(found, prefer_single(plans, spec, precision, len(found)))
+        return cls(found, len(found) > 1 or prefer_single(plans, spec, precision))
 
     @property
     def count(self) -> int:

@@ -18,6 +18,7 @@ from triton.runtime.interpreter import GridExecutor
 from triton_support import execution, needs_interpreter, needs_single
 
 from ocnn_fused import OrthRegularizer, engine
+from ocnn_fused.backends import triton
 from ocnn_fused.backends.triton import config
 from ocnn_fused.backends.triton.tables import STAGES as EVERY_STAGE
 
@@ -162,4 +163,23 @@ def test_launches_do_not_grow_with_the_passes(
     plain = launches(step_of(model, None, add))
     added = launches(step_of(model, regularizer(model, launch=None), add)) - plain
     assert {name: count for name, count in added.items() if name.endswith("_kernel")} == kernels
+    assert added.total() <= 12, added
+
+
+@needs_interpreter
+@needs_single
+def test_a_list_of_two_precisions_has_one_launch_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Convolutions follow one setting of PyTorch, Linear layers another."""
+    monkeypatch.setattr(config, "SINGLE_LOSS", 1e9)
+    monkeypatch.setattr(triton, "asked_precision", lambda device, linear: "ieee" if linear else "tf32")
+    engine.prepare.cache_clear()
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.Flatten(), nn.Linear(144, 16, bias=False))
+    reg = OrthRegularizer(model, include=["0", "2"], backend="triton")
+    assert len(reg.layers) == 2
+    reg._warned.add("growth")
+    plain = launches(step_of(model, None))
+    added = launches(step_of(model, reg)) - plain
+    engine.prepare.cache_clear()
+    assert added["single_kernel"] == 2
     assert added.total() <= 12, added

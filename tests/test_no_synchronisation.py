@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from plans import plan_named
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ocnn_fused import fused_orth_loss_foreach, ops
+from ocnn_fused import engine, fused_orth_loss, fused_orth_loss_foreach, ops
 from ocnn_fused.backends import device as devices
+from ocnn_fused.backends import job
 from ocnn_fused.backends.pytorch import _Executor
 
 _aten = torch.ops.aten
@@ -87,6 +89,23 @@ def test_what_outlives_a_graph_is_made_by_another_thread(monkeypatch: pytest.Mon
     assert devices.beside_all_graphs(gpu, threading.get_ident) != threading.get_ident()
     assert devices.beside_all_graphs(torch.device("cpu"), threading.get_ident) == threading.get_ident()
     assert entered == [gpu]
+
+
+def test_all_tables_are_made_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of Fourier plans too, which PyTorch executes on a GPU."""
+    made: list[str] = []
+
+    def beside(device: torch.device, make: Callable[[], dict[object, object]]) -> dict[object, object]:
+        executors = make()
+        made.extend(type(executor).__module__ for executor in executors.values())
+        return executors
+
+    monkeypatch.setattr(job, "beside_all_graphs", beside)
+    engine.prepare.cache_clear()
+    for shape in ((6, 4, 3), (2, 2, 31)):
+        fused_orth_loss(torch.randn(shape), backend="torch")
+    engine.prepare.cache_clear()
+    assert made == ["ocnn_fused.backends.pytorch", "ocnn_fused.backends.fourier"]
 
 
 def test_capture_is_asked_of_the_weights_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,7 @@ from .distributed import (
     sharing_group,
     sharing_pays,
 )
-from .selection import Layer, Pass, Selection, by_columns
+from .selection import Bundle, Layer, Selection, by_columns
 from .settings import Method, Selector, Settings, Weight, check_positive
 from .srip import srip_loss
 from .table import describe
@@ -153,8 +153,8 @@ class OrthRegularizer:
         rank, world = self._rank_and_world(weights)
         share = selection.share(rank, world) if self._applies else ()
         total: Tensor | None = None
-        for part in selection.passes(share):
-            value = self._value(part, weights, world, selection.is_fully_sharded)
+        for bundle in selection.bundles(share):
+            value = self._value(bundle, weights, world, selection.is_fully_sharded)
             value = value.to(selection.zero.device, selection.zero.dtype)  # the same on every rank
             total = value if total is None else total + value
         total = selection.zero.clone() if total is None else total
@@ -163,22 +163,22 @@ class OrthRegularizer:
         others = [weight for index, weight in enumerate(weights) if weight.requires_grad and index not in share]
         return announce(total, others)
 
-    def _value(self, part: Pass, weights: list[Tensor], world: int, in_pieces: bool) -> Tensor:
-        """The weighted sum over the layers of one pass, times the number of ranks that share the layers.
+    def _value(self, bundle: Bundle, weights: list[Tensor], world: int, in_pieces: bool) -> Tensor:
+        """The weighted sum over the layers of one bundle, times the number of ranks that share the layers.
 
         ``in_pieces``: FSDP takes a gradient as soon as its module's backward is done, before that of the one node is.
         """
-        if part.problems is not None and self._settings.squared and not in_pieces:
+        if bundle.problems is not None and self._settings.squared and not in_pieces:
             # One product after the other: torch.compile follows a float that changes only into a tensor.
             alone = world == 1 or torch.compiler.is_compiling()
             factor = self._factor if alone else self._factor * world
-            chosen = _chosen(part, weights)
-            value, losses = orth_total(chosen, part.problems, part.options, part.coefficients, factor)
+            chosen = _chosen(bundle, weights)
+            value, losses = orth_total(chosen, bundle.problems, bundle.options, bundle.coefficients, factor)
             world = world if alone else 1
         else:
-            losses = self._losses(part, weights)
-            value = torch.dot(losses, part.coefficients.values) * self._factor
-        self._watch(part, losses)
+            losses = self._losses(bundle, weights)
+            value = torch.dot(losses, bundle.coefficients.values) * self._factor
+        self._watch(bundle, losses)
         return value if world == 1 else value * world
 
     def per_layer(self) -> dict[str, Tensor]:
@@ -191,8 +191,8 @@ class OrthRegularizer:
         with torch.enable_grad():  # parametrize.cached() keeps what is computed here for the model
             selection, weights = self._look()
         with torch.no_grad():
-            for part in selection.passes(selection.everything):
-                values.update(zip(part.indices, self._losses(part, weights).unbind(), strict=True))
+            for bundle in selection.bundles(selection.everything):
+                values.update(zip(bundle.indices, self._losses(bundle, weights).unbind(), strict=True))
         return {layer.name: values[index] for index, layer in enumerate(selection.layers)}
 
     def add_grad_(self, scale: float | Tensor = 1.0, *, shard: bool = False) -> None:
@@ -217,35 +217,35 @@ class OrthRegularizer:
         direct = tuple(index for index in wanted if selection.is_direct(index, weights[index]))
         through_graph = tuple(sorted(set(wanted) - set(direct)))
         with torch.no_grad():
-            for part in selection.passes(direct):
-                self._add_direct(part, weights, self._factor * world, scale)
-            for part in selection.passes(through_graph):
-                leaves = dict.fromkeys(leaf for index in part.indices for leaf in selection.trained_sources(index))
-                self._add_through_graph(part, weights, list(leaves), self._factor * world, scale)
+            for bundle in selection.bundles(direct):
+                self._add_direct(bundle, weights, self._factor * world, scale)
+            for bundle in selection.bundles(through_graph):
+                leaves = dict.fromkeys(leaf for index in bundle.indices for leaf in selection.trained_sources(index))
+                self._add_through_graph(bundle, weights, list(leaves), self._factor * world, scale)
 
-    def _add_direct(self, part: Pass, weights: list[Tensor], factor: float, scale: float | Tensor) -> None:
-        parameters = [weights[index] for index in part.indices]
+    def _add_direct(self, bundle: Bundle, weights: list[Tensor], factor: float, scale: float | Tensor) -> None:
+        parameters = [weights[index] for index in bundle.indices]
         targets = _gradients_of(parameters)
-        factors = part.coefficients.factors
+        factors = bundle.coefficients.factors
         if isinstance(scale, Tensor):
             factors = factors * scale.to(factors.device)
         else:
             factor *= scale
         squared = self._settings.squared
         grads = targets if squared else [torch.zeros_like(parameter) for parameter in parameters]
-        losses = add_grads_(parameters, part.problems, part.options, Epilogue(factors, factor, grads))  # type: ignore[arg-type]
+        losses = add_grads_(parameters, bundle.problems, bundle.options, Epilogue(factors, factor, grads))  # type: ignore[arg-type]
         if not squared:  # d||R|| = d||R||^2 / (2 ||R||), which is known only when all of R is
             for target, grad, loss in zip(targets, grads, losses, strict=True):
                 target.add_(grad * torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
-        self._watch(part, losses)
+        self._watch(bundle, losses)
 
     def _add_through_graph(
-        self, part: Pass, weights: list[Tensor], leaves: list[Tensor], factor: float, scale: float | Tensor
+        self, bundle: Bundle, weights: list[Tensor], leaves: list[Tensor], factor: float, scale: float | Tensor
     ) -> None:
         with torch.enable_grad():
-            losses = self._losses(part, weights)
-            value = torch.dot(losses, part.coefficients.values) * factor
-        self._watch(part, losses)
+            losses = self._losses(bundle, weights)
+            value = torch.dot(losses, bundle.coefficients.values) * factor
+        self._watch(bundle, losses)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         meshes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what is computed together must lie on one, or on none
         for leaf, grad in zip(leaves, found, strict=True):
@@ -486,26 +486,26 @@ class OrthRegularizer:
             )
         return group.rank(), group.size()
 
-    def _losses(self, part: Pass, weights: list[Tensor]) -> Tensor:
-        """Unweighted losses of one pass, 1-D; ``weights`` are those of all layers."""
-        chosen = _chosen(part, weights)
+    def _losses(self, bundle: Bundle, weights: list[Tensor]) -> Tensor:
+        """Unweighted losses of one bundle, 1-D; ``weights`` are those of all layers."""
+        chosen = _chosen(bundle, weights)
         squared = self._settings.squared
-        if part.problems is not None:
-            losses = torch.stack(list(orth_losses(chosen, part.problems, part.options)))
+        if bundle.problems is not None:
+            losses = torch.stack(list(orth_losses(chosen, bundle.problems, bundle.options)))
             losses = losses if squared else frobenius_norm(losses)
         else:
             options: dict[str, Any] = {"squared": squared, "power_iterations": self._settings.power_iterations}
             losses = torch.stack(
-                [srip_loss(weight, groups=g, **options) for weight, g in zip(chosen, part.groups, strict=True)]
+                [srip_loss(weight, groups=g, **options) for weight, g in zip(chosen, bundle.groups, strict=True)]
             )
-        least = part.coefficients.least
+        least = bundle.coefficients.least
         return losses if least is None else losses - least
 
-    def _watch(self, part: Pass, losses: Tensor | Sequence[Tensor]) -> None:
+    def _watch(self, bundle: Bundle, losses: Tensor | Sequence[Tensor]) -> None:
         """Say once that losses explode."""
-        if "growth" in self._warned or not part.watch.is_due(part.coefficients.values.device):
+        if "growth" in self._warned or not bundle.watch.is_due(bundle.coefficients.values.device):
             return
-        grown = part.watch.see(losses if isinstance(losses, Tensor) else torch.stack(list(losses)))
+        grown = bundle.watch.see(losses if isinstance(losses, Tensor) else torch.stack(list(losses)))
         if grown:
             self._warned.add("growth")
             warn(
@@ -579,11 +579,11 @@ def _whole(weight: Tensor) -> Tensor:
     return weight.full_tensor()  # type: ignore[attr-defined]
 
 
-def _chosen(part: Pass, weights: list[Tensor]) -> list[Tensor]:
-    """What the losses of a pass are computed of; ``weights`` are those of all layers."""
+def _chosen(bundle: Bundle, weights: list[Tensor]) -> list[Tensor]:
+    """What the losses of a bundle are computed of; ``weights`` are those of all layers."""
     return [
         by_columns(_whole(weights[index]), groups) if turned else _whole(weights[index])
-        for index, groups, turned in zip(part.indices, part.groups, part.turned, strict=True)
+        for index, groups, turned in zip(bundle.indices, bundle.groups, bundle.turned, strict=True)
     ]
 
 

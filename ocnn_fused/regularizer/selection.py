@@ -81,7 +81,7 @@ class Layer:
 
 
 @dataclass(frozen=True, eq=False)
-class Pass:
+class Bundle:
     """Layers that are computed together: one device, one kind of loss."""
 
     indices: tuple[int, ...]
@@ -100,7 +100,7 @@ class Selection:
     def __init__(self, model: nn.Module, settings: Settings) -> None:
         model = modules.unwrap(model)
         self._settings = settings
-        self._passes: dict[tuple[int, ...], list[Pass]] = {}
+        self._bundles: dict[tuple[int, ...], list[Bundle]] = {}
         self._shares: dict[int, list[tuple[int, ...]]] = {}
         self._pasts: dict[int, Past] = {}
         self.layers, self.left_out, self.empty_blocks, self._unusable = _choose(model, settings)
@@ -118,7 +118,7 @@ class Selection:
         self._fully_sharded = under_fully_shard(model)
         #: Layers whose weight an earlier layer has too, at another stride.
         self._again = {index for index, first in enumerate(_ties([id(weight) for weight in weights])) if first != index}
-        self.passes(self.everything)  # now rather than in the first step, which may be one that is compiled
+        self.bundles(self.everything)  # now rather than in the first step, which may be one that is compiled
 
     def weights(self) -> list[Tensor]:
         """Of all layers, as they are now."""
@@ -200,20 +200,20 @@ class Selection:
             self._shares[world] = balanced_shares(costs, world)
         return self._shares[world][rank]
 
-    def passes(self, indices: tuple[int, ...]) -> list[Pass]:
+    def bundles(self, indices: tuple[int, ...]) -> list[Bundle]:
         """The chosen layers, put together by device and by kind of loss."""
         if not indices:
             return []
-        if indices not in self._passes:
+        if indices not in self._bundles:
             kinds: dict[tuple[torch.device, bool], list[int]] = {}
             for index in indices:
                 layer = self.layers[index]
                 kinds.setdefault((layer.device, layer.method == "srip"), []).append(index)
-            self._passes[indices] = [self._pass(tuple(members), srip) for (_, srip), members in kinds.items()]
-        return self._passes[indices]
+            self._bundles[indices] = [self._bundle(tuple(members), srip) for (_, srip), members in kinds.items()]
+        return self._bundles[indices]
 
     @torch.inference_mode(False)
-    def _pass(self, indices: tuple[int, ...], srip: bool) -> Pass:
+    def _bundle(self, indices: tuple[int, ...], srip: bool) -> Bundle:
         layers = [self.layers[index] for index in indices]
         groups = tuple(layer.problem.groups for layer in layers)
         problems = None
@@ -230,7 +230,7 @@ class Selection:
         coefficients = Coefficients(numbers, on_device, on_device.new_tensor(numbers, dtype=torch.float64), least)
         at_zero = [layer.problem.shape[0] if squared else sqrt(layer.problem.shape[0]) for layer in layers]
         watch = Watch([layer.name for layer in layers], at_zero)
-        return Pass(indices, problems, self._settings.options, groups, turned, coefficients, watch)
+        return Bundle(indices, problems, self._settings.options, groups, turned, coefficients, watch)
 
 
 def chosen_layers(

@@ -67,6 +67,7 @@ def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -
     for index, job in enumerate(jobs):
         places.setdefault(None if job.operand.dtype == torch.float64 else job.precision, []).append(index)
     parts: list[tuple[list[int], Executable]] = []
+    alone = len(places.keys() - {None}) == 1
     for precision, indices in places.items():
         some = [jobs[index] for index in indices]
         if precision is None:
@@ -74,7 +75,8 @@ def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -
             continue
         plans, with_grad = [job.plan for job in some], [job.operand.with_grad for job in some]
         passes = passes_of(plans, with_grad, precision, workspace_limit())
-        parts.append((indices, partial(_execute, plans, with_grad, precision, options.launch or "auto", passes)))
+        launch = options.launch or "auto"
+        parts.append((indices, partial(_execute, plans, with_grad, precision, launch, passes, alone)))
     return joined(parts)
 
 
@@ -84,10 +86,13 @@ def _execute(
     precision: Precision,
     launch: Launch,
     passes: tuple[range, ...],
+    alone: bool,
     weights: Sequence[Tensor],
     epilogue: Epilogue | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    return run(weights, plans, with_grad, precision=precision, launch=launch, epilogue=epilogue, passes=passes)
+    return run(
+        weights, plans, with_grad, precision=precision, launch=launch, epilogue=epilogue, passes=passes, alone=alone
+    )
 
 
 def workspace_limit() -> int:
@@ -113,25 +118,30 @@ def run(
     config: Config | None = None,
     epilogue: Epilogue | None = None,
     passes: tuple[range, ...] | None = None,
+    alone: bool = True,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False; none is float64.
 
-    ``passes`` are the places of the weights that share the workspace, all of them by default.
+    ``passes`` are the places of the weights that share the workspace, all of them by default. ``alone``: no weights of
+    another precision are in the list, for which there would be another call.
     """
     from .cooperative import is_possible, resident_programs
     from .launch import Call, can_add
 
     if epilogue is not None and (epilogue.per_target or not can_add(weights, epilogue.targets)):
-        losses, grads = run(weights, plans, with_grad, precision=precision, launch=launch, config=config, passes=passes)
+        losses, grads = run(
+            weights, plans, with_grad, precision=precision, launch=launch, config=config, passes=passes, alone=alone
+        )
         return losses, [
             epilogue.settle(place, weight, grad, plan.groups) if wanted else grad
             for place, (weight, grad, plan, wanted) in enumerate(zip(weights, grads, plans, with_grad, strict=True))
         ]
     device, count = weights[0].device, len(passes or (plans,))
     programs = None
-    if launch == "single" or (
-        launch == "auto" and is_possible() and prefer_single(plans, spec_of(device), precision, count)
-    ):
+    preferred = launch == "auto" and is_possible()
+    if preferred and alone and count == 1:
+        preferred = prefer_single(plans, spec_of(device), precision)
+    if launch == "single" or preferred:
         of_one = config or config_for(plans, precision, device, count, single=True)
         call = Call(weights, plans, with_grad, precision, of_one, epilogue, passes)
         programs = resident_programs(call)

@@ -186,14 +186,12 @@ BARRIERS = 5
 SINGLE_LOSS = 0.25
 
 
-def prefer_single(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision, passes: int = 1) -> bool:
-    """One launch pays while the launches it saves cost more than its barriers and its lower occupancy.
+def prefer_single(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> bool:
+    """For one pass one launch pays while the launches it saves cost more than its barriers and its lower occupancy.
 
-    A list of several passes fills the device with large tiles, of which no more than one fits on a multiprocessor
-    anyway; and the number of launches must not grow with the network.
+    Several passes are always one launch, where that is possible: they fill the device with large tiles, of which one
+    fits on a multiprocessor in any case, and the number of launches must not grow with the network.
     """
-    if passes > 1:
-        return True
     loss = SINGLE_LOSS * _work_seconds(tuple(plans), spec, precision)
     return (STAGED_LAUNCHES - 1) * spec.launch > (BARRIERS - 1) * spec.barrier + loss
 
