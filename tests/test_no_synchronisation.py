@@ -102,7 +102,7 @@ def test_all_tables_are_made_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(job, "beside_all_graphs", beside)
     engine.prepare.cache_clear()
-    for shape in ((6, 4, 3), (2, 2, 31)):
+    for shape in ((6, 4, 3), (8, 8, 31, 31)):
         fused_orth_loss(torch.randn(shape), backend="torch")
     engine.prepare.cache_clear()
     assert made == ["ocnn_fused.backends.pytorch", "ocnn_fused.backends.fourier"]
