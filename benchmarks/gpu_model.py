@@ -97,7 +97,7 @@ class Launches:
     def of(cls, plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> Launches:
         """As the Triton backend does by itself."""
         found = passes(plans, precision)
-        return cls(found, len(found) > 1 or prefer_single(plans, spec, precision))
+        return cls(found, prefer_single(plans, spec, precision, len(found)))
 
     @property
     def count(self) -> int:

@@ -138,10 +138,9 @@ def run(
         ]
     device, count = weights[0].device, len(passes or (plans,))
     programs = None
-    preferred = launch == "auto" and is_possible()
-    if preferred and alone and count == 1:
-        preferred = prefer_single(plans, spec_of(device), precision)
-    if launch == "single" or preferred:
+    if launch == "single" or (
+        launch == "auto" and is_possible() and prefer_single(plans, spec_of(device), precision, count, alone)
+    ):
         of_one = config or config_for(plans, precision, device, count, single=True)
         call = Call(weights, plans, with_grad, precision, of_one, epilogue, passes)
         programs = resident_programs(call)

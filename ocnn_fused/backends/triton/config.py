@@ -186,14 +186,19 @@ BARRIERS = 5
 SINGLE_LOSS = 0.25
 
 
-def prefer_single(plans: Sequence[Plan], spec: DeviceSpec, precision: Precision) -> bool:
-    """For one pass one launch pays while the launches it saves cost more than its barriers and its lower occupancy.
+def prefer_single(
+    plans: Sequence[Plan], spec: DeviceSpec, precision: Precision, passes: int = 1, alone: bool = True
+) -> bool:
+    """One launch pays while the launches it saves cost more than its barriers and its lower occupancy.
 
-    Several passes are always one launch, where that is possible: they fill the device with large tiles, of which one
-    fits on a multiprocessor in any case, and the number of launches must not grow with the network.
+    Several passes, or another call beside this one, would make too many launches of a network, and with large tiles one
+    of them loses little: of these one program fits on a multiprocessor in any case.
     """
+    has_large_tiles = shipped(spec)[precision][-1].tile > 64
+    if has_large_tiles and (passes > 1 or not alone):
+        return True
     loss = SINGLE_LOSS * _work_seconds(tuple(plans), spec, precision)
-    return (STAGED_LAUNCHES - 1) * spec.launch > (BARRIERS - 1) * spec.barrier + loss
+    return (STAGED_LAUNCHES * passes - 1) * spec.launch > (BARRIERS * passes - 1) * spec.barrier + loss
 
 
 @lru_cache(maxsize=64)
