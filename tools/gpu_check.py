@@ -133,7 +133,7 @@ BARS = {
     "mix": Bar(instructions=48, by_products=28),
     "apply": Bar(wide=0.25),  # on sm_90 products in TF32 want planes that lie the other way round: 4 bytes at a time
     "gather": Bar(instructions=45, by_products=22),
-    "single": Bar(programs=1, wide=0.3),
+    "single": Bar(wide=0.3),
 }
 
 

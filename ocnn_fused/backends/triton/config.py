@@ -148,15 +148,17 @@ def _registers(kernel: str, config: Config) -> int:
 
 
 def single_configs(configs: tuple[Config, ...]) -> tuple[Config, ...]:
-    """Those of the single kernel, in which all stages share the registers of a thread: tiles of the same sides."""
+    """Those of the single kernel, in which all stages share the registers of a thread."""
     return tuple(map(_single_config, configs))
 
 
 def _single_config(config: Config) -> Config:
+    """Tiles of the same sides; only those of eight warps are halved, so that two programs share a multiprocessor."""
     narrow = replace(config, columns=64, gathered_columns=32)
-    if config.tile <= 64:
-        return replace(narrow, depth=16, stages=2, lanes=32 * config.warps)
-    return replace(config, depth=16) if config.by_products else narrow
+    if config.tile > 64:
+        return replace(config, depth=16) if config.by_products else narrow
+    small = replace(narrow, depth=16, stages=2)
+    return small if config.warps == 4 else replace(small, tile=32, warps=4)
 
 
 def choose_config(
