@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .. import modules
 from ..autograd import add_grads_, orth_losses, orth_total
-from ..backends.job import Epilogue
+from ..backends.epilogue import Epilogue
 from ..problem import Part, Target, check_choice
 from ..projection import Safe, step_
 from ..reference import frobenius_norm
@@ -173,11 +173,11 @@ class OrthRegularizer:
             alone = world == 1 or torch.compiler.is_compiling()
             factor = self._factor if alone else self._factor * world
             chosen = _chosen(bundle, weights)
-            value, losses = orth_total(chosen, bundle.problems, bundle.options, bundle.coefficients, factor)
+            value, losses = orth_total(chosen, bundle.problems, bundle.options, bundle.weighting, factor)
             world = world if alone else 1
         else:
             losses = self._losses(bundle, weights)
-            value = torch.dot(losses, bundle.coefficients.values) * self._factor
+            value = bundle.weighting.total(losses, self._factor)
         self._watch(bundle, losses)
         return value if world == 1 else value * world
 
@@ -192,7 +192,9 @@ class OrthRegularizer:
             selection, weights = self._look()
         with torch.no_grad():
             for bundle in selection.bundles(selection.everything):
-                values.update(zip(bundle.indices, self._losses(bundle, weights).unbind(), strict=True))
+                losses = self._losses(bundle, weights)
+                counted = bundle.weighting.counted(losses).to(losses.dtype)
+                values.update(zip(bundle.indices, counted.unbind(), strict=True))
         return {layer.name: values[index] for index, layer in enumerate(selection.layers)}
 
     def add_grad_(self, scale: float | Tensor = 1.0, *, shard: bool = False) -> None:
@@ -226,7 +228,7 @@ class OrthRegularizer:
     def _add_direct(self, bundle: Bundle, weights: list[Tensor], factor: float, scale: float | Tensor) -> None:
         parameters = [weights[index] for index in bundle.indices]
         targets = _gradients_of(parameters)
-        factors = bundle.coefficients.factors
+        factors = bundle.weighting.factors
         if isinstance(scale, Tensor):
             factors = factors * scale.to(factors.device)
         else:
@@ -244,7 +246,7 @@ class OrthRegularizer:
     ) -> None:
         with torch.enable_grad():
             losses = self._losses(bundle, weights)
-            value = torch.dot(losses, bundle.coefficients.values) * factor
+            value = bundle.weighting.total(losses, factor)
         self._watch(bundle, losses)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         meshes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what is computed together must lie on one, or on none
@@ -491,19 +493,18 @@ class OrthRegularizer:
         chosen = _chosen(bundle, weights)
         squared = self._settings.squared
         if bundle.problems is not None:
-            losses = torch.stack(list(orth_losses(chosen, bundle.problems, bundle.options)))
+            losses = orth_losses(chosen, bundle.problems, bundle.options)
             losses = losses if squared else frobenius_norm(losses)
         else:
             options: dict[str, Any] = {"squared": squared, "power_iterations": self._settings.power_iterations}
             losses = torch.stack(
                 [srip_loss(weight, groups=g, **options) for weight, g in zip(chosen, bundle.groups, strict=True)]
             )
-        least = bundle.coefficients.least
-        return losses if least is None else losses - least
+        return losses
 
     def _watch(self, bundle: Bundle, losses: Tensor | Sequence[Tensor]) -> None:
         """Say once that losses explode."""
-        if "growth" in self._warned or not bundle.watch.is_due(bundle.coefficients.values.device):
+        if "growth" in self._warned or not bundle.watch.is_due(bundle.weighting.factors.device):
             return
         grown = bundle.watch.see(losses if isinstance(losses, Tensor) else torch.stack(list(losses)))
         if grown:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import engine, modules
-from ..autograd import Coefficients
+from ..autograd import Weighting
 from ..backends.cpu import BANDWIDTH
 from ..functional import check_weight
 from ..plan import AnyPlan, has_orthogonal, least_loss, polyphase_channels
@@ -89,7 +89,7 @@ class Bundle:
     options: Options
     groups: tuple[int, ...]
     turned: tuple[bool, ...]
-    coefficients: Coefficients
+    weighting: Weighting
     watch: Watch
 
 
@@ -221,16 +221,15 @@ class Selection:
             problems = tuple(_by_columns(layer.problem) if layer.turned else layer.problem for layer in layers)
         numel = self._settings.normalize == "numel"
         numbers = tuple(layer.weight / (prod(layer.problem.shape) if numel else 1) for layer in layers)
-        on_device = torch.tensor(numbers, dtype=_sum_dtype(layers), device=layers[0].device)
+        factors = torch.tensor(numbers, dtype=torch.float64, device=layers[0].device)
         turned = tuple(layer.turned for layer in layers)
         squared = self._settings.squared
         least = None
         if self._settings.normalize == "excess":
-            least = on_device.new_tensor([layer.floor if squared else sqrt(layer.floor) for layer in layers])
-        coefficients = Coefficients(numbers, on_device, on_device.new_tensor(numbers, dtype=torch.float64), least)
+            least = factors.new_tensor([layer.floor if squared else sqrt(layer.floor) for layer in layers])
         at_zero = [layer.problem.shape[0] if squared else sqrt(layer.problem.shape[0]) for layer in layers]
         watch = Watch([layer.name for layer in layers], at_zero)
-        return Bundle(indices, problems, self._settings.options, groups, turned, coefficients, watch)
+        return Bundle(indices, problems, self._settings.options, groups, turned, Weighting(factors, least), watch)
 
 
 def chosen_layers(
