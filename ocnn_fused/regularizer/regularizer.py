@@ -168,17 +168,17 @@ class OrthRegularizer:
 
         ``in_pieces``: FSDP takes a gradient as soon as its module's backward is done, before that of the one node is.
         """
+        chosen = _chosen(bundle, weights)
         if bundle.problems is not None and self._settings.squared and not in_pieces:
             # One product after the other: torch.compile follows a float that changes only into a tensor.
             alone = world == 1 or torch.compiler.is_compiling()
             factor = self._factor if alone else self._factor * world
-            chosen = _chosen(bundle, weights)
             value, losses = orth_total(chosen, bundle.problems, bundle.options, bundle.coefficients, factor)
             world = world if alone else 1
         else:
-            losses = self._losses(bundle, weights)
+            losses = self._losses(bundle, chosen)
             value = torch.dot(losses, bundle.coefficients.values) * self._factor
-        self._watch(bundle, losses)
+        self._watch(bundle, chosen, losses)
         return value if world == 1 else value * world
 
     def per_layer(self) -> dict[str, Tensor]:
@@ -192,7 +192,8 @@ class OrthRegularizer:
             selection, weights = self._look()
         with torch.no_grad():
             for bundle in selection.bundles(selection.everything):
-                values.update(zip(bundle.indices, self._losses(bundle, weights).unbind(), strict=True))
+                losses = self._losses(bundle, _chosen(bundle, weights))
+                values.update(zip(bundle.indices, losses.unbind(), strict=True))
         return {layer.name: values[index] for index, layer in enumerate(selection.layers)}
 
     def add_grad_(self, scale: float | Tensor = 1.0, *, shard: bool = False) -> None:
@@ -237,15 +238,16 @@ class OrthRegularizer:
         if not squared:  # d||R|| = d||R||^2 / (2 ||R||), which is known only when all of R is
             for target, grad, loss in zip(targets, grads, losses, strict=True):
                 target.add_(grad * torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
-        self._watch(bundle, losses)
+        self._watch(bundle, parameters, losses)
 
     def _add_through_graph(
         self, bundle: Bundle, weights: list[Tensor], leaves: list[Tensor], factor: float, scale: float | Tensor
     ) -> None:
         with torch.enable_grad():
-            losses = self._losses(bundle, weights)
+            chosen = _chosen(bundle, weights)
+            losses = self._losses(bundle, chosen)
             value = torch.dot(losses, bundle.coefficients.values) * factor
-        self._watch(bundle, losses)
+        self._watch(bundle, chosen, losses)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         meshes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what is computed together must lie on one, or on none
         for leaf, grad in zip(leaves, found, strict=True):
@@ -486,9 +488,8 @@ class OrthRegularizer:
             )
         return group.rank(), group.size()
 
-    def _losses(self, bundle: Bundle, weights: list[Tensor]) -> Tensor:
-        """Unweighted losses of one bundle, 1-D; ``weights`` are those of all layers."""
-        chosen = _chosen(bundle, weights)
+    def _losses(self, bundle: Bundle, chosen: list[Tensor]) -> Tensor:
+        """Unweighted losses of one bundle, 1-D; ``chosen`` is what :func:`_chosen` gives."""
         squared = self._settings.squared
         if bundle.problems is not None:
             losses = torch.stack(list(orth_losses(chosen, bundle.problems, bundle.options)))
@@ -501,17 +502,14 @@ class OrthRegularizer:
         least = bundle.coefficients.least
         return losses if least is None else losses - least
 
-    def _watch(self, bundle: Bundle, losses: Tensor | Sequence[Tensor]) -> None:
-        """Say once that losses explode."""
+    def _watch(self, bundle: Bundle, chosen: Sequence[Tensor], losses: Tensor | Sequence[Tensor]) -> None:
+        """Say once that losses explode or are not finite; ``chosen`` is what they were computed of."""
         if "growth" in self._warned or not bundle.watch.is_due(bundle.coefficients.values.device):
             return
-        grown = bundle.watch.see(losses if isinstance(losses, Tensor) else torch.stack(list(losses)))
-        if grown:
+        said = bundle.watch.see(losses if isinstance(losses, Tensor) else torch.stack(list(losses)), chosen)
+        if said:
             self._warned.add("growth")
-            warn(
-                f"the orthogonality loss explodes in {grown}: it grows with the fourth power of the weights; lower "
-                "lambda or the learning rate, clip gradients, or begin with schedules.Warmup"
-            )
+            warn(said)
 
     def _look(self) -> tuple[Selection, list[Tensor]]:
         """The layers of the model as it is now, found anew only if something changed, and their weights."""
