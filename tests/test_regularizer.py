@@ -1245,15 +1245,31 @@ def test_table() -> None:
     text = str(reg)
     assert repr(reg) in text
     rows = {line.split()[0]: line for line in text.splitlines() if line}
-    assert re.fullmatch(r"1 +8x6x3x3 +2x2 +1 +conv +\S+ +[\d.]+% +0\.1 +0", rows["1"])
-    assert re.fullmatch(r"3 +8x5x2x2 +2x2 +1 +conv +\S+ +[\d.]+% +0\.5 +0", rows["3"])
-    assert re.fullmatch(r"4 +5x1x3x3 +1x1 +5 +srip +power iteration +[\d.]+% +0\.1 +0", rows["4"])
+    assert re.fullmatch(r"1 +8x6x3x3 +2x2 +1 +yes +conv +\S+ +[\d.]+% +0\.1 +0", rows["1"])
+    assert re.fullmatch(r"3 +8x5x2x2 +2x2 +1 +yes +conv +\S+ +[\d.]+% +0\.5 +0", rows["3"])
+    assert re.fullmatch(r"4 +5x1x3x3 +1x1 +5 +yes +srip +power iteration +[\d.]+% +0\.1 +0", rows["4"])
     assert re.fullmatch(r" +0 +3 input channels", rows["0"])
     assert "a Linear layer" in rows["6"]
     assert "every 2 steps" in text
     assert "Warmup(steps=4" in text
     shares = [float(share) for share in re.findall(r"([\d.]+)%", text)]
     assert sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_table_says_which_layers_train() -> None:
+    model = small()
+    parametrizations.weight_norm(model[4])
+    reg = OrthRegularizer(model)
+
+    def shown() -> list[str]:
+        return re.findall(r"^[134] .* (yes|frozen) +conv", str(reg), re.M)
+
+    assert shown() == ["yes", "yes", "yes"]
+    model[1].requires_grad_(False)
+    model[4].parametrizations.weight.original0.requires_grad_(False)  # its direction still trains
+    assert shown() == ["frozen", "yes", "yes"]
+    model[4].requires_grad_(False)
+    assert shown() == ["frozen", "yes", "frozen"]
 
 
 def test_table_shows_the_plans_of_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:

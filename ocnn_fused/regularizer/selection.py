@@ -49,6 +49,11 @@ class Layer:
         return tuple(self.module.parameters())
 
     @property
+    def trains(self) -> bool:
+        """Whether any parameter behind the weight gets a gradient; a frozen layer counts in the value alone."""
+        return any(source.requires_grad for source in self.sources)
+
+    @property
     def turned(self) -> bool:
         """Whether the loss is that of the columns: the norm of kernel orthogonality takes the smaller Gram matrix."""
         if self.method != "kernel" or self.squared or self.problem.target == OFF_DIAGONAL:
