@@ -258,6 +258,21 @@ def test_a_weight_of_another_kind_is_left_out(dtype: torch.dtype) -> None:
     assert list(reg.layers) == ["0", "1"]
 
 
+@pytest.mark.filterwarnings("ignore")  # quantised tensors of torch.ao say that they are deprecated
+def test_quantised_layers_are_left_out_with_a_reason() -> None:
+    quantized = pytest.importorskip("torch.ao.nn.quantized")
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), quantized.Conv2d(6, 8, 3), quantized.Linear(8, 8))
+    reg = OrthRegularizer(model, 1.0)
+    assert list(reg.layers) == ["0"]
+    assert reg.left_out == {index: "quantised: its weight is not trained" for index in "12"}
+    assert reg().item() == pytest.approx(definition(model[0].weight), rel=1e-5)
+    assert list(OrthRegularizer(model, include=["0", "1"]).layers) == ["0"]  # a pattern for it matches
+    readable = {quantized.Conv2d: lambda module: module.weight().dequantize()}
+    assert list(OrthRegularizer(model, weight_of=readable).layers) == ["0", "1"]
+    model[1] = nn.Conv2d(6, 8, 3)
+    assert list(reg.layers) == ["0", "1"]
+
+
 @pytest.mark.parametrize("argument", ["weight", "method"])
 def test_patterns_are_text(argument: str) -> None:
     with pytest.raises(TypeError, match=f"{argument} must map name patterns .* got the key 0"):

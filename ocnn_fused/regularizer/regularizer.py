@@ -49,8 +49,9 @@ class OrthRegularizer:
     All layers go through one fused pass, each with its own stride, dilation and groups. The model is looked at again at
     every call: replaced layers, frozen parameters, another device or dtype are noticed.
 
-    Layers are Linear, Conv1d/2d/3d and ConvTranspose1d/2d/3d modules, lazy ones once they have seen an input, with the
-    weight that they compute (parametrisations, weight norm, spectral norm, pruning), tied weights counted once. A
+    Layers are Linear, Conv1d/2d/3d and ConvTranspose1d/2d/3d modules, lazy ones once they have seen an input and others
+    once they have left the meta device, with the weight that they compute (parametrisations, weight norm, spectral
+    norm, pruning), tied weights counted once. Quantised layers, which nothing trains, are left out. A
     transposed convolution is regularised as the adjoint of the convolution with its weight ``(in, out/groups, k..)``:
     loss zero means that it preserves the length of its input. A frozen weight counts in the value and gets no gradient.
 
@@ -149,7 +150,7 @@ class OrthRegularizer:
         its average over the ranks is the full value (see :meth:`value`).
         """
         selection, weights = self._look()
-        self._expect_steps(selection)
+        self._check_use(selection)
         rank, world = self._rank_and_world(weights)
         share = selection.share(rank, world) if self._applies else ()
         total: Tensor | None = None
@@ -210,7 +211,7 @@ class OrthRegularizer:
         """
         with torch.enable_grad():
             selection, weights = self._look()
-        self._expect_steps(selection)
+        self._check_use(selection)
         if not self._applies:
             return
         rank, world = self._rank_and_world(weights) if shard and averages_everything(self.model) else (0, 1)
@@ -289,7 +290,7 @@ class OrthRegularizer:
             raise ValueError(f"rate must be a positive number, got {rate!r}")
         check_choice("safe", safe, (True, False, "always"))
         selection, weights = self._look()
-        self._expect_steps(selection)
+        self._check_use(selection)
         rate *= self._factor / self._settings.every
         if not rate:
             return
@@ -468,14 +469,11 @@ class OrthRegularizer:
         """Take over a model and what is asked of it, or say what does not go together and change nothing."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        layers = dict(modules.named_layers(modules.unwrap(model), settings.custom_kinds))
-        settings.check_patterns(list(layers))
+        settings.check_patterns([name for name, _ in modules.named_layers(modules.unwrap(model), settings.other_kinds)])
         factor = settings.factor_at(self._steps)
-        waiting = any(map(modules.is_uninitialized, layers.values()))
-        seen = None if waiting else Selection(model, settings)
+        seen = Selection(model, settings)
         self.__dict__.update(model=model, _settings=settings, _factor=factor, _applies=factor != 0, _seen=seen)
-        if seen is not None:
-            self._warn_once(seen)
+        self._warn_once(seen)
 
     def _rank_and_world(self, weights: list[Tensor]) -> tuple[int, int]:
         group = sharing_group(self.model, self._settings.shard)
@@ -520,10 +518,19 @@ class OrthRegularizer:
         self._warn_once(self._seen)
         return self._seen, self._seen.weights()
 
-    def _expect_steps(self, selection: Selection) -> None:
-        """Who never counts a step stays at the first: a warm-up at zero, ``every=n`` at n times the strength."""
+    def _check_use(self, selection: Selection) -> None:
+        """Say once what is not as somebody who uses the loss will expect: weights without numbers, uncounted steps.
+
+        Who never counts a step stays at the first: a warm-up at zero, ``every=n`` at n times the strength.
+        """
         if torch.compiler.is_compiling():  # first: a graph that has looked at the count is traced again at every step
             return
+        if selection.waiting and "waiting" not in self._warned:
+            self._warned.add("waiting")
+            warn(
+                f"these layers are left out, because their weights hold no numbers yet: {', '.join(selection.waiting)}; "
+                "run the model once if they are lazy, load them if they are on the meta device"
+            )
         if self._steps or not self._settings.goes_by_steps or "step()" in self._warned:
             return
         sources = (source for layer in selection.layers for source in layer.sources)
@@ -540,7 +547,7 @@ class OrthRegularizer:
             )
 
     def _warn_once(self, selection: Selection) -> None:
-        if not selection.layers and "" not in self._warned:
+        if not (selection.layers or selection.waiting or "" in self._warned):
             self._warned.add("")
             warn("OrthRegularizer found no layer to regularise; print(reg) says why")
         if selection.empty_blocks and "preset" not in self._warned:
