@@ -653,6 +653,40 @@ def test_unchanged_model_is_looked_at_once() -> None:
     assert reg._seen is seen
 
 
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [("lamda", "weight"), ("weights", "weight"), ("normalise", "normalize"), ("scheduler", "schedule"), ("x", None)],
+)
+def test_a_wrong_attribute_is_refused(name: str, right: str | None) -> None:
+    reg = OrthRegularizer(small())
+    hint = rf"; did you mean {right!r}\?" if right else ""
+    with pytest.raises(AttributeError, match=f"^'OrthRegularizer' object has no attribute '{name}' to set{hint}$"):
+        setattr(reg, name, 3)
+    with pytest.raises(AttributeError, match=f"^'OrthRegularizer' object has no attribute '{name}'{hint}$"):
+        getattr(reg, name)
+    assert name not in vars(reg)
+
+
+def test_a_subclass_has_attributes_of_its_own() -> None:
+    class Logged(OrthRegularizer):
+        scheduler: object
+        weights = ()
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model)
+            self.log: list[float] = []
+            self.scheduler, self.weights, self._private = None, (1,), 2
+
+    reg = Logged(small())
+    reg.log = [1.0]
+    reg.weight = 0.5
+    assert (reg.log, reg.weights, reg.weight) == ([1.0], (1,), 0.5)
+    assert copy.deepcopy(reg).log == [1.0]
+    message = r"^'Logged' object has no attribute 'lamda' to set; did you mean 'weight'\? Else declare it in the class.$"
+    with pytest.raises(AttributeError, match=message):
+        reg.lamda = 3
+
+
 def test_own_attributes_may_change() -> None:
     model = small()
     reg = OrthRegularizer(model, 1.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from math import inf, sqrt
 from typing import Any, Literal
 
@@ -36,6 +37,8 @@ from .table import describe
 __all__ = ["OrthRegularizer"]
 
 _SETTINGS = frozenset(field.name for field in fields(Settings))
+#: What the weight is called elsewhere.
+_ALSO_CALLED = dict.fromkeys(("lambda", "lambd", "lam", "lmbda", "coefficient", "strength"), "weight")
 _UPDATES_WITHOUT_STEP = 3  # of the weights
 _CALLS_WITHOUT_STEP = 1000  # more than anybody accumulates, for optimisers whose updates autograd does not see
 
@@ -101,7 +104,8 @@ class OrthRegularizer:
             reg.step()              # only needed with a schedule or every > 1
 
     ``print(reg)`` shows what is regularised, how, at which share of the cost, and what was left out and why. The
-    arguments are attributes too: assigning to one takes what the argument takes, and counts from then on.
+    arguments are attributes too: assigning to one takes what the argument takes, and counts from then on. Another name
+    is refused; a subclass may have attributes of its own, if they are not nearly called as an argument.
     """
 
     model: nn.Module
@@ -450,7 +454,7 @@ class OrthRegularizer:
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS:
             return getattr(self._settings, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{_hint(name)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "model":
@@ -458,7 +462,21 @@ class OrthRegularizer:
         elif name in _SETTINGS:
             self._use(self.model, replace(self._settings, **{name: value}))
         else:
+            self._check_attribute(name)
             super().__setattr__(name, value)
+
+    def _check_attribute(self, name: str) -> None:
+        """Refuse a name that nobody reads, such as ``lamda``: it would change nothing.
+
+        A subclass may have attributes of its own: any name that it declares (a class attribute or an annotation), and
+        any other that is not nearly that of an argument.
+        """
+        if name.startswith("_") or name in self.__dict__ or any(_declares(kind, name) for kind in type(self).__mro__):
+            return
+        mine, hint = type(self) is OrthRegularizer, _hint(name)
+        if mine or hint:
+            declare = "" if mine else " Else declare it in the class."
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r} to set{hint}{declare}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": None}
@@ -569,6 +587,16 @@ class OrthRegularizer:
             "no orthogonal convolution exists with more filters than input channels times taps and a stride that skips "
             f"input pixels; the loss of these layers cannot reach zero: {listed}"
         )
+
+
+def _declares(kind: type, name: str) -> bool:
+    return name in kind.__dict__ or name in getattr(kind, "__annotations__", {})
+
+
+def _hint(name: str) -> str:
+    """The argument that a wrong name is nearest to, as the end of a sentence, or nothing."""
+    near = get_close_matches(name, [*_SETTINGS, *_ALSO_CALLED, "model"], n=1, cutoff=0.75)
+    return f"; did you mean {_ALSO_CALLED.get(near[0], near[0])!r}?" if near else ""
 
 
 def _least(layer: Layer) -> str:
