@@ -682,7 +682,9 @@ def test_a_subclass_has_attributes_of_its_own() -> None:
     reg.weight = 0.5
     assert (reg.log, reg.weights, reg.weight) == ([1.0], (1,), 0.5)
     assert copy.deepcopy(reg).log == [1.0]
-    message = r"^'Logged' object has no attribute 'lamda' to set; did you mean 'weight'\? Else declare it in the class.$"
+    message = (
+        r"^'Logged' object has no attribute 'lamda' to set; did you mean 'weight'\? Else declare it in the class.$"
+    )
     with pytest.raises(AttributeError, match=message):
         reg.lamda = 3
 
