@@ -488,6 +488,7 @@ class OrthRegularizer:
         """Take over a model and what is asked of it, or say what does not go together and change nothing."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        model = modules.uncompiled(model)
         settings.check_patterns([name for name, _ in modules.named_layers(modules.unwrap(model), settings.other_kinds)])
         factor = settings.factor_at(self._steps)
         seen = Selection(model, settings)
