@@ -171,7 +171,7 @@ def scaled_grads(ctx: NodeContext, scale: Tensor | None) -> list[Tensor | None]:
         grads = ops.orth_grad(weights, grads, *flatten_problems(ctx.problems))
     scales = scale.unbind() if scale.dim() else (scale,) * len(weights)
     chosen = [grads[place] for place in places]
-    if recorded or transforms.is_transformed() or transforms.graph_is_kept():
+    if recorded or transforms.is_batched(scale) or transforms.graph_is_kept():
         # The scales are 0-dim, so they do not promote the gradients' dtype.
         chosen = [grad * scales[place] for grad, place in zip(chosen, places, strict=True)]
     else:  # nobody asks again

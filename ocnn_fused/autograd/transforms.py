@@ -57,9 +57,10 @@ def only_autograd_looks(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def is_transformed() -> bool:
-    """Whether a transform of ``torch.func`` is active; in a backward, ``is_grads_batched``."""
-    return torch._C._are_functorch_transforms_active()
+def is_batched(scale: Tensor) -> bool:
+    """Whether ``vmap`` runs this backward (``is_grads_batched``), with several scales in one."""
+    functorch = torch._C._functorch
+    return functorch.is_batchedtensor(scale) or functorch.is_legacy_batchedtensor(scale)
 
 
 def graph_is_kept() -> bool:
