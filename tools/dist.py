@@ -20,7 +20,11 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PIP = ("-m", "pip", "--disable-pip-version-check", "--quiet")
+
+
+def pip(python: Path, *command: object) -> None:
+    """Our pip, working for another Python."""
+    run(sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet", *command)
 
 
 def run(*command: object, **options: object) -> str:
@@ -57,7 +61,7 @@ def build_sdist(python: Path, out: Path) -> Path:
 
 def build_wheel(python: Path, sdist: Path, out: Path, *options: str) -> Path:
     """As a user does who has the sdist only."""
-    run(python, *PIP, "wheel", *options, "--no-deps", "--wheel-dir", out, sdist)
+    pip(python, "wheel", *options, "--no-deps", "--wheel-dir", out, sdist)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -92,15 +96,14 @@ def python_with(torch: str, folder: Path) -> Path:
         return Path(torch).absolute()
     run(sys.executable, "-m", "venv", folder)
     python = folder.absolute() / "bin" / "python"
-    run(python, *PIP, "install", torch)
+    pip(python, "install", torch)
     return python
 
 
 def check_with(python: Path, wheel: Path) -> str:
-    """What the wheel's package says about itself and its results, in an environment with torch, which stays as it is."""
+    """What the wheel's package says about itself and its results where there is a torch; nothing is installed there."""
     with tempfile.TemporaryDirectory() as folder:
-        pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet")
-        run(*pip, "install", "--no-deps", "--no-index", "--target", folder, wheel)
+        pip(python, "install", "--no-deps", "--no-index", "--target", folder, wheel)
         return run(python, "-m", "ocnn_fused.check", "--device", "cpu", "--backend", "cpu", cwd=folder)
 
 
