@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import backends, engine
-from .autograd import orth_loss, orth_losses
+from .autograd import orth_losses
 from .autograd.transforms import PLAIN_TYPES
 from .backends.triton.config import Config
 from .backends.triton.tune import search
@@ -81,7 +81,7 @@ def fused_orth_loss(
     problem = problem_of(weight.shape, stride, dilation, groups, padding, target, part)
     if side == "column":
         check_side(problem, "column")
-    loss = orth_loss(weight, problem, options)
+    loss = orth_losses([weight], (problem,), options, ())
     return loss if squared else frobenius_norm(loss)
 
 

@@ -153,9 +153,9 @@ def test_wrong_epilogues_are_errors() -> None:
     problem = problem_of(weight.shape, 1, 1, 1, None)
     for factors in (torch.ones(1), torch.ones(2, dtype=torch.float64)[::2]):
         context = nullcontext() if factors.is_contiguous() and factors.dtype == torch.float64 else None
-        with context or pytest.raises(ValueError, match="factors must be contiguous float64 numbers"):
+        with context or pytest.raises(ValueError, match="factors must be 1 contiguous float64 numbers"):
             engine.losses_and_grads([weight], (problem,), options_for("cpu"), [True], Epilogue(factors))
-    with pytest.raises(ValueError, match="there are 1 factors, not 1"):
+    with pytest.raises(ValueError, match="factors must be 2 contiguous float64 numbers"):
         engine.losses_and_grads(
             [weight, weight],
             (problem, problem),

@@ -171,7 +171,7 @@ def test_compiled_pieces(case: Case, poisoned_memory: None) -> None:
 
 @compiled
 def test_compiled_calls_take_lists_of_all_kinds() -> None:
-    """Weights of one shape are executed together; other plans are in the same call, which makes autograd's node."""
+    """Weights of one shape are executed together; other plans are in the same call."""
     cases = [Case((8, 6, 7, 7)), Case((8, 6, 3, 3)), Case((8, 6, 7, 7)), Case((5, 4, 9))]
     weights = [case.random(seed=seed).requires_grad_() for seed, case in enumerate(cases)]
     plans = [fourier(case, "row")[0] if case.shape[-1] > 3 else chosen(problem(case)) for case in cases]
@@ -179,9 +179,7 @@ def test_compiled_calls_take_lists_of_all_kinds() -> None:
     jobs = [Job(problem(case), plan, Operand(weight.stride(), weight.dtype, True))
             for case, plan, weight in zip(cases, plans, weights, strict=True)]  # fmt: skip
     call = cpu.prepare(jobs, CPU, DEFAULT_OPTIONS)
-    assert isinstance(call, _extension.module.Call)
-    losses = call.attached(weights)
-    grads = torch.autograd.grad(sum(losses), weights)
+    losses, grads = call(weights)
     for case, weight, loss, grad in zip(cases, weights, losses, grads, strict=True):
         assert max(errors(loss.detach(), grad, weight.detach(), case)) <= TOLERANCES[torch.float64]
 
@@ -201,7 +199,7 @@ def test_compiled_epilogue(case: Case, in_place: bool) -> None:
     before = weight.clone()
     target = weight if in_place else torch.ones_like(weight)
     wanted = target - grad
-    (added,), _ = call([weight], Epilogue(factors, -2.0, [target]))
+    (added,) = call([weight], Epilogue(factors, -2.0, [target]))[0]
     torch.testing.assert_close(added, loss)
     torch.testing.assert_close(target, wanted)
     assert in_place or torch.equal(weight, before)
@@ -212,7 +210,7 @@ def test_warm_calls_are_compiled() -> None:
     weight = Case((16, 4, 7, 7)).random(dtype=torch.float32).requires_grad_()
     loss = fused_orth_loss(weight)
     assert "fourier" in explain((16, 4, 7, 7)).splitlines()[0]
-    assert type(loss.grad_fn).__name__ != "OrthLossBackward", "the node is Python's"
+    assert type(loss.grad_fn).__name__ == "OrthNodeBackward"
 
 
 def test_parseval_without_the_package() -> None:
@@ -296,7 +294,7 @@ def test_plans_stay_small(shape: tuple[int, ...]) -> None:
     assert storage(list(vars(transform).values())) <= 5 << 20
     for dtype in (torch.float32, torch.float64):
         if cpu.takes(plan, dtype):
-            assert storage(lower(plan, dtype)) <= 5 << 20
+            assert storage(lower(plan, dtype)[1:]) <= 5 << 20
 
 
 def storage(values: Sequence[object]) -> int:

@@ -13,11 +13,13 @@ from oracle import Case
 from plans import chosen, plan_named, problem_with
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ocnn_fused import engine
+from ocnn_fused import _extension, engine
 from ocnn_fused.backends import lowering, pytorch
 from ocnn_fused.backends.job import Operand
 from ocnn_fused.plan import Plan, candidates, reduce_axis
 from ocnn_fused.problem import Options, problem_of
+
+compiled = pytest.mark.skipif(_extension.module is None, reason="the compiled backend is left out")
 
 #: (kernel, stride, dilation, padding) per axis.
 AXES = {
@@ -138,22 +140,50 @@ def test_blocks_of_one_width_share_two_batches() -> None:
     assert [run.count for run in lowering.batches(plan).runs] == [4, 6]
 
 
-def test_layout_of_another_version_is_refused() -> None:
-    plan = plan_named(Case((8, 4, 3, 3)), "toom/row")
-    layout, tables, constants = lowering.lower(plan, torch.float32)
-    for wrong, message in ((layout[:-1], "ends early"), (torch.cat([layout, layout[:2]]), "2 numbers too many")):
-        with pytest.raises(ValueError, match=message):
-            torch.classes.ocnn_fused.Plan(wrong, tables, constants)
+@compiled
+def test_a_struct_wants_every_field_by_its_name() -> None:
+    for wrong in ({"planes": 4}, {"planes": 4, "residues": 1, "taps": 3}, {"planes": "4", "residues": 1}):
+        with pytest.raises(TypeError, match="planes: "):
+            _extension.module.PlanPool(**wrong)
 
 
-def test_one_call_takes_weights_of_one_shape_only() -> None:
-    plan = plan_named(Case((8, 4, 3, 3)), "toom/row")
-    lowered = lowering.lower(plan, torch.float32)
-    weights = [torch.randn(8, 4, 3, 3), torch.randn(4, 8, 3, 3).transpose(0, 1)]
-    with pytest.raises(ValueError, match="same shape, strides, type and device"):
-        torch.ops.ocnn_fused.execute(
-            weights, torch.classes.ocnn_fused.Plan(*lowered), True, None, [0, 1], 1.0, False, []
-        )
+@compiled
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"weights": [0, 0]}, "weights"),
+        ({"grads": [0, 0]}, "grads"),
+        ({"weights": []}, "weights"),
+    ],
+)
+def test_a_bucket_wants_an_address_for_each_place(changed: dict[str, object], message: str) -> None:
+    weight, losses = torch.randn(8, 4, 3, 3), torch.empty(1)
+    lowered = lowering.lower(plan_named(Case((8, 4, 3, 3)), "toom/row"), torch.float32)
+    bucket = _extension.module.Bucket(
+        plan=lowered.plan,
+        tables=lowered.tables.data_ptr(),
+        constants=lowered.constants.data_ptr(),
+        dtype="float32",
+        sizes=weight.shape,
+        strides=weight.stride(),
+        grad_strides=weight.stride(),
+        places=[0],
+    )
+    arguments = {
+        "weights": [weight.data_ptr()],
+        "grads": [],
+        "adds": False,
+        "losses": losses.data_ptr(),
+        "wide": False,
+        "factors": 0,
+        "factor": 1.0,
+        "per_target": False,
+        "workspace": 0,
+        "workspace_bytes": 0,
+    }
+    with pytest.raises(ValueError, match=message):
+        bucket.run(**{**arguments, **changed})
+    assert bucket.run(**arguments) > 0, "it says how much workspace it takes"
 
 
 class _Allocations(TorchDispatchMode):
@@ -169,17 +199,16 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
+@compiled
 @pytest.mark.parametrize("small", [False, True])
 def test_tables_of_a_gpu_belong_to_no_graph(small: bool) -> None:
     """A CUDA graph owns what its thread allocates meanwhile."""
     plans = candidates(problem_with(2, 1, (reduce_axis(2),)))
     plan = next(plan for plan in plans if isinstance(plan, Plan) and plan.small == small)
     with _Allocations() as allocations:
-        layout, tables, constants = lowering.lower(plan, torch.float32, "meta")
+        lowered = lowering.lower(plan, torch.float32, "meta")
     assert not allocations.made
-    assert layout.device.type == "cpu"
-    assert tables.device.type == "meta"
-    assert (constants is None) == small or constants.device.type == "meta"
+    assert lowered.tables.device.type == lowered.constants.device.type == "meta"
 
 
 def test_calls_on_a_gpu_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +223,8 @@ def test_calls_on_a_gpu_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(kept) == 4
 
 
+@compiled
 def test_tables_on_the_cpu_whatever_the_default_device() -> None:
     with torch.device("meta"):
         lowered = lowering.lower(plan_named(Case((20, 6, 3)), "toom/row"), torch.float32)
-    assert {tensor.device.type for tensor in lowered if tensor is not None} == {"cpu"}
+    assert lowered.tables.device.type == lowered.constants.device.type == "cpu"

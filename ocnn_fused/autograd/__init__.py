@@ -4,6 +4,6 @@ The gradient is computed together with the loss. Where more than autograd looks 
 ``torch.func``, ``torch.compile`` or a subclass, the ops of ops.py are called, whose derivatives are in transforms.py.
 """
 
-from .node import Weighting, add_grads_, orth_loss, orth_losses, orth_total
+from .node import Weighting, add_grads_, orth_losses, orth_total
 
-__all__ = ["Weighting", "add_grads_", "orth_loss", "orth_losses", "orth_total"]
+__all__ = ["Weighting", "add_grads_", "orth_losses", "orth_total"]

@@ -32,19 +32,10 @@ class Weighting(NamedTuple):
         return (torch.dot(self.counted(losses), self.factors) * factor).to(losses.dtype)
 
 
-def orth_loss(weight: Tensor, problem: Problem, options: Options) -> Tensor:
-    """The 0-dim loss of one weight, differentiable where it is."""
-    return _losses([weight], (problem,), options, ())
-
-
-def orth_losses(weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options) -> Tensor:
-    """One loss per weight, 1-D, differentiable where a weight is."""
-    return _losses(weights, problems, options, (len(weights),))
-
-
-def _losses(
-    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, shape: tuple[int, ...]
+def orth_losses(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, shape: tuple[int, ...] = (-1,)
 ) -> Tensor:
+    """One loss per weight, differentiable where a weight is; 1-D, or of shape ``()`` for one weight."""
     executable, operands = _prepared(weights, problems, options)
     if executable is None:
         return ops.orth_loss(weights, *flatten(problems, options)).view(shape)

@@ -42,8 +42,6 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 def only_autograd_looks(tensors: Sequence[Tensor]) -> bool:
     """Whether these are plain tensors on a CPU or a GPU, and no mode, tracer, transform or forward differentiation
     wants to see what is done with them. Autocast need not: losses are computed in float32 at least."""
-    if torch.compiler.is_dynamo_compiling():
-        return False
     for tensor in tensors:
         if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
             return False
@@ -55,6 +53,12 @@ def only_autograd_looks(tensors: Sequence[Tensor]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
+
+
+@torch.compiler.substitute_in_graph(only_autograd_looks)
+def _(tensors: Sequence[Tensor]) -> bool:
+    """What torch.compile traces in its place: it sees the ops."""
+    return False
 
 
 def is_batched(scale: Tensor) -> bool:
