@@ -4,8 +4,8 @@
 TORCH       ?= torch==2.13.0
 # The version this torch is released with. `make test TRITON=` goes without: it takes 700 MB of disk.
 TRITON      ?= triton==3.7.1
-# A build with CUDA, for `make cuda-build` alone: 5.5 GB of disk.
-CUDA_TORCH  ?= torch==2.14.1
+# Versions of torch that `make dist` tries the wheel with.
+TORCHES     ?= $(TORCH)
 PYTHON      ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
 # One process per core, one thread in each: most tests are too small for more. Files stay whole, for what they share.
@@ -32,14 +32,14 @@ STAMPS := $(VENV)/stamps
 PY     := $(VENV)/bin/python
 PIP_MODULE := -m pip --quiet --disable-pip-version-check
 PIP    := $(PY) $(PIP_MODULE)
-BUILD_TOOLS := 'setuptools>=77.0.3' wheel ninja pybind11
+BUILD_TOOLS := 'setuptools>=77.0.3' ninja pybind11
 EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
 NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training \
+.PHONY: install test test-torch integrations test-integrations test-zoo coverage bench bench-training \
     bench-smoke bench-check report peers experiments-smoke lint format sanitize gpu gpu-check \
-    cuda-build dist clean nvcc FORCE
+    cuda-build dist clean FORCE
 .DELETE_ON_ERROR:
 
 install: $(STAMPS)/extension
@@ -47,9 +47,11 @@ install: $(STAMPS)/extension
 test: $(STAMPS)/extension $(STAMPS)/test
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(PYTEST_ARGS)
 
-# The suite with another torch, from a copy of the sources and in a venv of their own, so that .venv and what was built for
-# it stay as they are: make test-torch TORCH=torch==2.9.1 PYTHON=python3.13 TRITON=triton==3.5.1
+# The suite with another torch, from a copy of the sources and in a venv of their own, so that .venv stays as it is:
+# make test-torch TORCH=torch==2.10.0 PYTHON=python3.13 TRITON=triton==3.6.0
+# WHEEL names a wheel for that Python, whose files are tested; without it one is built first.
 # Without TRITON on the command line it runs without triton: each torch wants its own.
+WHEEL         ?=
 GIVEN_TRITON   = $(if $(filter command environment,$(firstword $(origin TRITON))),$(TRITON))
 OTHER_NAME     = $(subst $() ,-,$(strip $(subst ==,-,$(TORCH) $(GIVEN_TRITON)) $(notdir $(PYTHON))))
 OTHER_VENV     = $(CURDIR)/.venv-$(OTHER_NAME)
@@ -59,14 +61,15 @@ OTHER_FOLDER   = build/$(OTHER_NAME)
 
 test-torch:
 	test -x $(OTHER_PY) || $(PYTHON) -m venv $(OTHER_VENV)
-	rm -rf $(OTHER_FOLDER)/sources
+	rm -rf $(OTHER_FOLDER)
 	mkdir -p $(OTHER_FOLDER)/sources
 	git ls-files -z --cached --others --exclude-standard | tar --create --null --files-from=- --ignore-failed-read \
 	    | tar --extract --directory=$(OTHER_FOLDER)/sources
 	$(OTHER_PIP) install '$(TORCH)' $(BUILD_TOOLS)
+	$(if $(WHEEL),,$(OTHER_PIP) wheel --no-deps --wheel-dir $(OTHER_FOLDER) ./$(OTHER_FOLDER)/sources)
+	$(OTHER_PY) -m zipfile --extract $(or $(WHEEL),$(OTHER_FOLDER)/*.whl) $(OTHER_FOLDER)/sources
 	cd $(OTHER_FOLDER)/sources && OCNN_FUSED_BUILD_EXTENSION=0 $(OTHER_PIP) install --no-build-isolation \
 	    --editable '.[test]' $(GIVEN_TRITON)
-	cd $(OTHER_FOLDER)/sources && $(OTHER_PY) setup.py --quiet build_ext --inplace --build-temp ../objects
 	cd $(OTHER_FOLDER)/sources && OMP_NUM_THREADS=1 $(OTHER_PY) -m pytest tests $(PARALLEL) $(PYTEST_ARGS)
 
 # Which lines of the package the tests execute; what only child processes execute counts as missed.
@@ -85,16 +88,6 @@ test-integrations: $(STAMPS)/extension $(STAMPS)/integrations
 # for the torch in use; its networks do without.
 test-zoo: $(STAMPS)/extension $(STAMPS)/zoo
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests/integrations -k "timm or diffusers or peft" $(PYTEST_ARGS)
-
-# Another torch where one was used before: both are real, and every object must be compiled again for the second.
-UPGRADE      ?= torch==2.9.1
-UPGRADE_VENV  = $(CURDIR)/.venv-upgrade-$(subst ==,-,$(UPGRADE))
-UPGRADE_PY    = $(UPGRADE_VENV)/bin/python
-
-test-upgrade: $(STAMPS)/extension $(STAMPS)/test
-	test -x $(UPGRADE_PY) || $(PY) -m venv $(UPGRADE_VENV)
-	$(UPGRADE_PY) $(PIP_MODULE) install '$(UPGRADE)' numpy
-	OCNN_FUSED_TEST_OTHER_PYTHON=$(UPGRADE_PY) $(PY) -m pytest tests/test_upgrade.py $(PYTEST_ARGS)
 
 bench: $(STAMPS)/extension $(STAMPS)/bench
 	$(PY) benchmarks/compare.py $(BENCH_ARGS)
@@ -145,8 +138,7 @@ CHECKED    = env LD_PRELOAD="$(PRELOAD)" ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIO
     OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(CURDIR)/$(PY)
 
 sanitize: $(STAMPS)/test
-	OCNN_FUSED_SANITIZE=$(SANITIZERS) $(PY) setup.py --quiet \
-	    build --build-base build/sanitize --build-lib $(SANITIZED) build_ext --force
+	OCNN_FUSED_SANITIZE=$(SANITIZERS) $(PY) setup.py --quiet build --build-base build/sanitize --build-lib $(SANITIZED)
 	cd $(SANITIZED) && $(CHECKED) -c \
 	    'from ocnn_fused._extension import *; assert module and "-fsanitize=$(SANITIZERS)" in build_info["flags"]'
 	cd $(SANITIZED) && $(CHECKED) -m pytest --capture=sys --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) \
@@ -172,34 +164,16 @@ endif
 gpu: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/bench
 	$(PY) tools/gpu_report.py --out build/gpu $(GPU_ARGS)
 
-# The extension with its CUDA backend, in a venv and a folder of its own; needs nvcc, but no GPU.
-CUDA_VENV  := .venv-cuda
-CUDA_PY    := $(CURDIR)/$(CUDA_VENV)/bin/python
-CUDA_STAMP := $(CUDA_VENV)/installed-$(subst ==,-,$(CUDA_TORCH))
-CUDA_TESTS := $(addprefix $(CURDIR)/tests/,test_build.py test_info.py test_packaging.py)
+# The extension with its CUDA backend, in a folder of its own; needs nvcc, but neither a GPU nor a torch with CUDA.
+cuda-build: $(STAMPS)/test
+	$(PY) tools/cuda_build.py --out build/cuda
 
-cuda-build: $(CUDA_STAMP)
-	$(CUDA_PY) tools/cuda_build.py --out build/cuda
-	cd build/cuda/lib && OCNN_FUSED_TEST_CUDA_PYTHON=$(CUDA_PY) $(CUDA_PY) -m pytest \
-	    --config-file=$(CURDIR)/pyproject.toml --rootdir=$(CURDIR) $(CUDA_TESTS) $(PYTEST_ARGS)
-
-$(CUDA_STAMP): | nvcc
-	$(PYTHON) -m venv --clear $(CUDA_VENV)
-	$(CUDA_PY) $(PIP_MODULE) install $(CUDA_TORCH) $(BUILD_TOOLS) numpy pytest
-	touch $@
-
-# Before gigabytes are installed for a compiler that is not there.
-nvcc:
-	@$(PYTHON) tools/cuda_toolkit.py
-
-# The sdist, and from it the wheel for this torch: built in one clean venv, used in another.
+# The sdist and, from it, the wheel for this Python, which is tried with every torch of TORCHES in clean environments.
 dist:
 	rm -rf dist build/dist
 	$(PYTHON) -m venv build/dist/builder
-	$(PYTHON) -m venv build/dist/user
-	build/dist/builder/bin/python $(PIP_MODULE) install $(TORCH) $(BUILD_TOOLS)
-	build/dist/user/bin/python $(PIP_MODULE) install $(TORCH)
-	build/dist/builder/bin/python tools/dist.py --user build/dist/user/bin/python --out dist
+	build/dist/builder/bin/python $(PIP_MODULE) install 'setuptools>=77.0.3'
+	build/dist/builder/bin/python tools/dist.py --out dist $(TORCHES)
 
 clean:
 	rm -rf $(VENV) .venv-* build dist *.egg-info ocnn_fused/_C*.so ocnn_fused/build_info.json
@@ -224,7 +198,7 @@ $(STAMPS)/package: pyproject.toml $(STAMPS)/torch
 	touch $@
 
 $(STAMPS)/extension: $(NATIVE) setup.py tools/cuda_toolkit.py ocnn_fused/_version.py $(STAMPS)/package
-	$(PY) setup.py --quiet build_ext --inplace --force
+	$(PY) setup.py --quiet build_ext --inplace
 	touch $@
 
 $(STAMPS)/test: $(STAMPS)/wanted-TRITON $(STAMPS)/package

@@ -1,40 +1,38 @@
 """Builds ``ocnn_fused._C`` from csrc/; everything that is not compiled is described in pyproject.toml.
 
+The module knows addresses, not torch: it is compiled without torch and serves every version of it. What has to be
+compiled is written into a build.ninja, so that a changed file or flag compiles only what it touches.
+
 Environment:
-    OCNN_FUSED_BUILD_EXTENSION=0  pure Python package, needs neither torch nor a compiler
+    OCNN_FUSED_BUILD_EXTENSION=0  pure Python package, needs no compiler
     OCNN_FUSED_CUDA=0 or 1        without the CUDA backend, or fail if it cannot be built; by default it is built where
-                                  torch is a CUDA build and a toolkit is found, whether or not there is a GPU
-    CUDA_HOME=folder              the toolkit; by default that of the nvcc on PATH, else /usr/local/cuda
+                                  nvcc is found, unless the torch in this environment is a build without CUDA
+    CUDA_HOME=folder              the CUDA toolkit; by default that of the nvcc on PATH, else /usr/local/cuda
     TORCH_CUDA_ARCH_LIST=list     GPUs to build for, for instance "8.0;9.0+PTX"; by default those of ARCHITECTURES in
-                                  tools/cuda_toolkit.py that both CUDA versions know, the newest also as PTX
+                                  tools/cuda_toolkit.py that nvcc knows, the newest also as PTX
     OCNN_FUSED_SANITIZE=list      debug build for ``-fsanitize=list``, see ``make sanitize``
-    MAX_JOBS=n                    compilers at once; by default as many as cores and memory allow
+    MAX_JOBS=n                    compilers at once; by default as many as there are cores
+    CXX, CXXFLAGS, LDFLAGS        the C++ compiler, and what it is told beyond our own flags
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
-from importlib.util import find_spec
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-if sys.version_info < (3, 10):  # noqa: UP036  pip looks at pyproject.toml; `python setup.py` comes here
-    raise SystemExit(f"ocnn-fused needs Python 3.10 or newer, this is {platform.python_version()}")
-try:
-    import setuptools
-except ModuleNotFoundError:
-    raise SystemExit(
-        "ocnn-fused is built with setuptools, which is not installed: run `pip install 'setuptools>=77.0.3'` first"
-    ) from None
+import setuptools
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 sys.path.insert(0, str(ROOT / "tools"))
@@ -42,263 +40,234 @@ sys.path.insert(0, str(ROOT / "tools"))
 import cuda_toolkit  # noqa: E402
 from cuda_toolkit import Toolkit  # noqa: E402
 
-BYTES_PER_JOB = 2 << 30  # what one compiler needs for torch's headers, generously
-STANDARD = "-std=c++20"  # of our code; older versions of torch would ask for less
-WITHOUT_CUDA = "set OCNN_FUSED_CUDA=0 to build without the CUDA backend"
+#: The stages are compiled for each of these; which of them runs is decided when the module is used.
+TARGETS = ("baseline", "avx2", "avx512") if platform.machine() in ("x86_64", "AMD64") else ("baseline",)
+STAGES = "*stages.cpp"
 
+#: Fails to compile where C++20 is missing, in the compiler or in its library.
+CPP20 = "#include <bit>\n#include <concepts>\n#include <span>\nstatic_assert(std::bit_width(4u) == 3);\n"
 
-#: Folders in which pip, build and uv make the environments that hide the user's packages from a build.
-ISOLATED = re.compile(r"pip-build-env-|build-env-|[/\\]builds-v\d")
-
-
-def require_tools() -> None:
-    """End in one sentence if the environment cannot build the extension."""
-    if not find_spec("torch") and any(map(ISOLATED.search, [sys.prefix, *sys.path])):
-        raise SystemExit(
-            "ocnn-fused is compiled against the torch you use, and an isolated build hides it: run "
-            "`pip install --no-build-isolation .`, with torch, setuptools and ninja installed"
-        )
-    missing = [] if find_spec("torch") else ["torch"]
-    if int(setuptools.__version__.split(".")[0]) < 77:
-        missing.append("'setuptools>=77.0.3'")
-    if not (shutil.which("ninja") or find_spec("ninja")):
-        missing.append("ninja")
-    if missing:
-        raise SystemExit(
-            f"ocnn-fused is compiled against the torch you use, and this environment lacks {' and '.join(missing)}: "
-            f"run `pip install {' '.join(missing)}` first, then `pip install --no-build-isolation .`"
-        )
-
-
-def limit_jobs() -> None:
-    """Set MAX_JOBS from the cores we may use and the memory we can have, unless the user did."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    fitting = min((memory // BYTES_PER_JOB for memory in memory_limits()), default=cores)
-    os.environ.setdefault("MAX_JOBS", str(max(1, min(cores, fitting))))
-
-
-def memory_limits(root: Path = Path("/")) -> Iterator[int]:
-    """Bytes that the machine has left, and that its control groups (containers) allow this process."""
-    # Not what is free: the cache of files, which Linux fills the rest with, counts as available.
-    if kilobytes := re.search(r"MemAvailable:\s+(\d+)", text_of(root / "proc/meminfo")):
-        yield int(kilobytes[1]) * 1024
-    mounted = root / "sys/fs/cgroup"
-    for line in text_of(root / "proc/self/cgroup").splitlines():
-        _, controllers, path = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):  # version 2, version 1
-            top, name = (mounted / "memory", "memory.limit_in_bytes") if controllers else (mounted, "memory.max")
-            group = top / path.lstrip("/")
-            # A limit binds the groups below it. Within a container only the top may be visible.
-            for folder in (group, *group.parents):
-                limit = text_of(folder / name).strip()
-                if limit.isdigit():
-                    yield int(limit)
-                if folder == top:
-                    break
-
-
-def text_of(path: Path) -> str:
-    """Of a file that may not be there."""
-    try:
-        return path.read_text()
-    except OSError:
-        return ""
-
-
-def find_ninja() -> None:
-    """Let torch find the ninja that pip installed; without activation a venv's scripts are not on PATH."""
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), sysconfig.get_path("scripts")])
+RULES = """
+rule cxx
+  description = compile $out
+  command = $cxx $flags $more -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule nvcc
+  description = compile $out
+  command = $nvcc $nvcc_flags -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule link
+  description = link $out
+  command = $linker -shared $in -o $out $link_flags
+"""
 
 
 def say(message: str) -> None:
     print(f"ocnn-fused: {message}", file=sys.stderr)
 
 
-def choose_toolkit() -> Toolkit | None:
-    """The toolkit to build the CUDA backend with, or None to build without; says why, or ends the build."""
-    wish = os.environ.get("OCNN_FUSED_CUDA", "")
-    if wish not in ("", "0", "1"):
-        raise SystemExit(f"OCNN_FUSED_CUDA must be 0 or 1, got {wish!r}")
-    if wish == "0":
-        say("the CUDA backend is switched off by OCNN_FUSED_CUDA=0")
-        return None
-    try:
-        return find_fitting_toolkit()
-    except cuda_toolkit.Unavailable as missing:
-        if wish == "1":
-            raise SystemExit(f"OCNN_FUSED_CUDA=1 asks for the CUDA backend, but {missing}") from None
-        say(f"the CUDA backend is left out: {missing}")
-        return None
+def switch(name: str, default: str) -> str:
+    """The value of a variable that is 0 or 1, or the default."""
+    value = os.environ.get(name) or default
+    if value not in (default, "0", "1"):
+        raise SystemExit(f"{name} must be 0 or 1, got {value!r}")
+    return value
 
 
-def find_fitting_toolkit() -> Toolkit:
-    """The toolkit, if it and torch allow the CUDA backend to be built."""
-    import torch
+@dataclass(frozen=True)
+class Compiler:
+    """The C++ compiler: how it is called, what it says it is, and its flags."""
 
-    if torch.version.cuda is None:
-        kind = "ROCm" if getattr(torch.version, "hip", None) else "CPU"
-        raise cuda_toolkit.Unavailable(f"torch {torch.__version__} is a {kind} build")
-    if os.environ.get("OCNN_FUSED_SANITIZE"):
-        raise cuda_toolkit.Unavailable("OCNN_FUSED_SANITIZE is for the CPU")
-    toolkit = cuda_toolkit.find_toolkit()
-    warning = cuda_toolkit.check_fits(toolkit, torch.__version__, torch.version.cuda)
-    if warning:
-        say(f"warning: {warning}")
-    cuda_toolkit.library_include_folders(toolkit)
-    return toolkit
+    command: str
+    name: str
+    flags: list[str]
+    link_flags: list[str]
 
 
-def architecture_flags(toolkit: Toolkit) -> list[str]:
-    """What torch makes of TORCH_CUDA_ARCH_LIST, which gets our default where it is not set."""
-    import torch
-    from torch.utils.cpp_extension import _get_cuda_arch_flags
-
-    # A GPU that torch's own CUDA does not know cannot be used with this torch.
-    common = min(toolkit.version, cuda_toolkit.parse(torch.version.cuda))
-    if not os.environ.get("TORCH_CUDA_ARCH_LIST"):
-        os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_toolkit.default_architectures(common)
-    try:
-        return _get_cuda_arch_flags()
-    except (ValueError, IndexError) as error:  # IndexError: "native", but there is no GPU
-        wanted = os.environ["TORCH_CUDA_ARCH_LIST"]
-        raise SystemExit(
-            f"TORCH_CUDA_ARCH_LIST must be a list like '8.0;9.0+PTX', got {wanted!r} ({error}); "
-            f"unset it for the default, or {WITHOUT_CUDA}"
-        ) from None
-
-
-def sources(*patterns: str, cuda: bool) -> list[str]:
-    """Files of csrc/ that match, those of csrc/cuda/ only if wanted, relative as setuptools wants them."""
-    found = {path.relative_to(ROOT) for pattern in patterns for path in (ROOT / "csrc").rglob(pattern)}
-    return sorted(path.as_posix() for path in found if cuda or path.parts[1] != "cuda")
-
-
-def version() -> str:
-    """The package's version, from the file that pyproject.toml reads as well."""
-    facts: dict[str, str] = {}
-    exec((ROOT / "ocnn_fused" / "_version.py").read_text(), facts)
-    return facts["__version__"]
-
-
-def flags() -> tuple[list[str], list[str]]:
-    """Compiler and linker flags."""
-    # at::parallel_for is an inline function: compiled without OpenMP it would run on one thread.
-    common = ["-fopenmp"]
-    compile_only = [STANDARD, "-fvisibility=hidden", "-Wall", "-Wextra"]
+def find_compiler() -> Compiler:
+    """CXX or c++, if it compiles C++20; else the build ends in one sentence."""
+    command = os.environ.get("CXX") or "c++"
     sanitizers = os.environ.get("OCNN_FUSED_SANITIZE", "")
+    flags = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra"]
     if sanitizers:
-        common.append(f"-fsanitize={sanitizers}")
-        # Python's own flags may contain -fwrapv, which would hide signed overflow.
-        compile_only += ["-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all", "-fno-wrapv"]
+        flags += [f"-fsanitize={sanitizers}", "-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all"]
     else:
-        compile_only += ["-O3", "-g0"]
-    return common + compile_only, common
-
-
-def nvcc_flags(cuda_files: int) -> list[str]:
-    """Flags of nvcc, which shares the jobs out over architectures: the C++ files are done long before it."""
-    jobs = os.environ["MAX_JOBS"]
-    threads = max(1, int(jobs) // cuda_files) if jobs.isdigit() else 1
-    return [STANDARD, "-O3", "-Xcompiler=-fvisibility=hidden", f"--threads={threads}"]
-
-
-def compiler_version() -> str:
-    """The first line in which the C++ compiler tells what it is."""
-    from torch.utils.cpp_extension import get_cxx_compiler
-
-    command = get_cxx_compiler()
+        flags += ["-O3", "-g0"]
     try:
-        return subprocess.run([*command.split(), "--version"], capture_output=True, text=True).stdout.partition("\n")[0]
+        name = run(command, "--version").stdout.partition("\n")[0]
+        probe = run(command, "-std=c++20", "-fsyntax-only", "-x", "c++", "-", text=CPP20)
     except OSError as error:
         raise SystemExit(
             f"ocnn-fused needs a C++ compiler, and {command!r} does not run ({error.strerror}): install one, set CXX, "
             "or set OCNN_FUSED_BUILD_EXTENSION=0 to run its plans through PyTorch alone"
         ) from None
+    if probe.returncode:
+        raise SystemExit(
+            f"ocnn-fused needs a C++20 compiler, and {command!r} ({name}) is none: set CXX to another, such as GCC 11"
+        )
+    flags += shlex.split(os.environ.get("CXXFLAGS", ""))
+    link_flags = [f"-fsanitize={sanitizers}"] if sanitizers else []
+    return Compiler(command, name, flags, link_flags + shlex.split(os.environ.get("LDFLAGS", "")))
 
 
-def extension(toolkit: Toolkit | None) -> tuple[Any, dict[str, Any]]:
-    """The one extension module, and the facts of its build that go into build_info.json."""
-    import torch
-    from torch.utils.cpp_extension import CppExtension, CUDAExtension, include_paths
+def run(command: str, *arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*shlex.split(command), *arguments], input=text, capture_output=True, text=True)
 
-    cuda = toolkit is not None
-    compile_flags, link_flags = flags()
-    cpp_files, cuda_files = sources("*.cpp", cuda=cuda), sources("*.cu", cuda=cuda)
-    architectures = architecture_flags(toolkit) if toolkit else []
-    cuda_flags = nvcc_flags(len(cuda_files)) if toolkit else []
-    # As system headers torch's are exempt from our warnings; so are those of the CUDA libraries, behind the toolkit's.
-    folders = include_paths("cuda" if cuda else "cpu")
-    folders += map(str, cuda_toolkit.library_include_folders(toolkit) if toolkit else [])
-    facts = {
+
+def choose_toolkit() -> Toolkit | None:
+    """The toolkit to build the CUDA backend with, or None to build without; says why, or ends the build."""
+    wish = switch("OCNN_FUSED_CUDA", default="")
+    if wish == "0":
+        say("the CUDA backend is switched off by OCNN_FUSED_CUDA=0")
+        return None
+    try:
+        if os.environ.get("OCNN_FUSED_SANITIZE"):
+            raise cuda_toolkit.Unavailable("OCNN_FUSED_SANITIZE is for the CPU")
+        if not wish and torch_without_cuda():
+            raise cuda_toolkit.Unavailable("the torch installed here is built without it, and OCNN_FUSED_CUDA is not 1")
+        toolkit = cuda_toolkit.find_toolkit()
+    except cuda_toolkit.Unavailable as missing:
+        if wish == "1":
+            raise SystemExit(f"OCNN_FUSED_CUDA=1 asks for the CUDA backend, but {missing}") from None
+        say(f"the CUDA backend is left out: {missing}")
+        return None
+    say(f"the CUDA backend is built with {toolkit} for {' '.join(cuda_toolkit.architectures(toolkit))}")
+    return toolkit
+
+
+def torch_without_cuda() -> bool:
+    """Whether a torch is installed for which the CUDA backend is of no use.
+
+    It is read, not imported: an isolated build hides the environment that the package is built for.
+    """
+    for folder in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
+        version = Path(folder, "torch", "version.py")
+        if version.is_file():
+            return re.search(r"^cuda\b[^=]*= *['\"]", version.read_text(), re.MULTILINE) is None
+    return False
+
+
+def max_jobs() -> str | None:
+    """MAX_JOBS, if it is set."""
+    wanted = os.environ.get("MAX_JOBS") or None
+    if wanted and not re.fullmatch(r"[1-9]\d*", wanted):
+        raise SystemExit(f"MAX_JOBS must be a positive number, got {wanted!r}")
+    return wanted
+
+
+def nvcc_flags(toolkit: Toolkit, compiler: Compiler) -> list[str]:
+    """What nvcc is told; it compiles for several architectures at once."""
+    codes = [
+        f"-gencode=arch=compute_{number},code={kind}_{number}"
+        for kind, number in (name.split("_") for name in cuda_toolkit.architectures(toolkit))
+    ]
+    host = [f"-ccbin={shlex.split(compiler.command)[-1]}"] if os.environ.get("CXX") else []
+    hidden = ["-Xcompiler=-fPIC", "-Xcompiler=-fvisibility=hidden"]
+    return ["-std=c++20", "-O3", *hidden, f"--threads={max_jobs() or 0}", *host, *codes]
+
+
+def find_ninja() -> str:
+    """The ninja of the build requirements, which without activation of a venv is not on PATH, or the machine's."""
+    found = shutil.which("ninja", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
+    return found or end_without("ninja")
+
+
+def python_includes() -> list[str]:
+    """Flags for the one file that knows Python."""
+    try:
+        import pybind11
+    except ModuleNotFoundError:
+        end_without("pybind11")
+    return [f"-isystem{folder}" for folder in (sysconfig.get_path("include"), pybind11.get_include())]
+
+
+def end_without(tool: str) -> NoReturn:
+    raise SystemExit(
+        f"ocnn-fused is built with {tool}, which is not installed here: `pip install .` brings it along; without pip's "
+        "isolation run `pip install 'setuptools>=77.0.3' ninja pybind11` first"
+    )
+
+
+class Build(build_ext):
+    """Compiles with ninja, and writes build_info.json beside the module."""
+
+    def run(self) -> None:
+        compiler, toolkit = find_compiler(), choose_toolkit()
+        module = Path(self.get_ext_fullpath(self.extensions[0].name)).resolve()
+        folder = Path(self.build_temp).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        module.parent.mkdir(parents=True, exist_ok=True)
+        (folder / "build.ninja").write_text(ninja_file(module, compiler, toolkit))
+        command = [find_ninja(), "-C", str(folder), *(["-j", jobs] if (jobs := max_jobs()) else [])]
+        if subprocess.run([*command, *(["--quiet"] if self.distribution.verbose < 1 else [])]).returncode:
+            raise SystemExit("ocnn-fused was not compiled; the compiler's messages are above")
+        (module.parent / "build_info.json").write_text(json.dumps(facts(compiler, toolkit), indent=2) + "\n")
+        if self.inplace:  # for clangd, which looks for it there
+            (ROOT / "build" / "compile_commands.json").write_text(run(shlex.join(command), "-t", "compdb").stdout)
+
+
+def ninja_file(module: Path, compiler: Compiler, toolkit: Toolkit | None) -> str:
+    """The text of build.ninja: how the module is compiled and linked."""
+    variables = {"cxx": compiler.command, "flags": shlex.join(compiler.flags), "linker": compiler.command}
+    link_flags = compiler.link_flags
+    if toolkit:
+        nvcc = shlex.quote(str(toolkit.nvcc))
+        # CUDA's runtime becomes a part of the module, which then can be loaded where there is no library of CUDA.
+        variables |= {"nvcc": nvcc, "linker": f"{nvcc} --cudart=static"}
+        variables["nvcc_flags"] = shlex.join(nvcc_flags(toolkit, compiler))
+        link_flags = [f"-Xcompiler={flag}" for flag in link_flags] + ["-Xlinker=--exclude-libs=ALL"]
+    variables["link_flags"] = shlex.join(link_flags)
+    lines = [*(f"{name} = {value}" for name, value in variables.items()), RULES]
+    objects = []
+    for rule, source, name, more in compiled_files(cuda=toolkit is not None):
+        objects.append(f"{name}.o")
+        lines += [f"build {name}.o: {rule} {escaped(source)}", f"  more = {shlex.join(more)}"]
+    return "\n".join([*lines, f"build {escaped(module)}: link {' '.join(objects)}", ""])
+
+
+def compiled_files(cuda: bool) -> Iterator[tuple[str, Path, str, list[str]]]:
+    """Rule, source, name of the object, and further flags of everything that is compiled."""
+    csrc = ROOT / "csrc"
+    for source in sorted([*csrc.glob("*.cpp"), *csrc.glob("cpu/*.cpp"), *(csrc.glob("cuda/*.cu") if cuda else ())]):
+        name = source.relative_to(csrc).with_suffix("").as_posix()
+        if source.suffix == ".cu":
+            yield "nvcc", source, name, []
+        elif source.match(STAGES):
+            for target in TARGETS:
+                yield "cxx", source, f"{name}.{target}", [f"-DOCNN_FUSED_TARGET={target}"]
+        elif source.name == "bindings.cpp":
+            yield "cxx", source, name, python_includes() + ["-DOCNN_FUSED_CUDA"] * cuda
+        else:
+            yield "cxx", source, name, []
+
+
+def escaped(path: Path) -> str:
+    """As ninja wants it."""
+    return re.sub(r"([$ :])", r"$\1", str(path))
+
+
+def facts(compiler: Compiler, toolkit: Toolkit | None) -> dict[str, Any]:
+    """What build_info.json says."""
+    return {
         "version": version(),
         "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cuda": cuda_toolkit.dotted(toolkit.version) if toolkit else None,
-        "architectures": sorted(re.findall(r",code=(\w+)", " ".join(architectures)), key=architecture_order),
-        "compiler": compiler_version(),
-        "flags": " ".join(compile_flags),
-        "nvcc_flags": " ".join(cuda_flags),
-        "cxx11_abi": torch.compiled_with_cxx11_abi(),
+        "compiler": compiler.name,
+        "flags": " ".join(compiler.flags),
+        "cuda": toolkit.version if toolkit else None,
+        "architectures": cuda_toolkit.architectures(toolkit) if toolkit else [],
+        "nvcc_flags": " ".join(nvcc_flags(toolkit, compiler)) if toolkit else "",
     }
-    module = (CUDAExtension if cuda else CppExtension)(
-        "ocnn_fused._C",
-        [*cpp_files, *cuda_files],
-        depends=[*sources("*.h", "*.inl", "*.cuh", cuda=cuda), "setup.py"],
-        extra_compile_args={
-            "cxx": [*compile_flags, *(f"-isystem{folder}" for folder in folders)],
-            "nvcc": [*cuda_flags, *architectures, *(f"-isystem={folder}" for folder in folders)],
-        },
-        extra_link_args=link_flags,
-    )
-    return module, facts
 
 
-def architecture_order(name: str) -> tuple[bool, int]:
-    """sm_75 before sm_100, and compute_100, which is PTX, after both."""
-    kind, number = name.split("_")
-    return kind == "compute", int(re.sub(r"\D", "", number))
+def version() -> str:
+    """The package's version, from the file that pyproject.toml reads as well."""
+    names: dict[str, str] = {}
+    exec((ROOT / "ocnn_fused" / "_version.py").read_text(), names)
+    return names["__version__"]
 
 
-def identity(facts: dict[str, Any]) -> str:
-    """Equal for builds whose objects fit together: ninja compares files and commands, but not torch's headers."""
-    return hashlib.sha256(json.dumps({**facts, "version": None}, sort_keys=True).encode()).hexdigest()[:12]
-
-
-def build_command(facts: dict[str, Any]) -> Any:
-    """torch's build_ext, which then writes build_info.json next to the module."""
-    from torch.utils.cpp_extension import BuildExtension
-
-    class Build(BuildExtension.with_options(use_ninja=True)):  # type: ignore[misc]
-        def finalize_options(self) -> None:
-            super().finalize_options()
-            self.build_temp = os.path.join(self.build_temp, identity(facts))
-            self.force = True  # setuptools would keep a module that is newer than our sources; ninja knows better
-
-        def run(self) -> None:
-            super().run()
-            module = Path(self.get_ext_fullpath("ocnn_fused._C"))
-            (module.parent / "build_info.json").write_text(json.dumps(facts, indent=2) + "\n")
-
-    return Build
-
-
-def arguments() -> dict[str, Any]:
-    """What setup() needs beyond pyproject.toml."""
-    wanted = os.environ.get("OCNN_FUSED_BUILD_EXTENSION", "1")
-    if wanted not in ("0", "1"):
-        raise SystemExit(f"OCNN_FUSED_BUILD_EXTENSION must be 0 or 1, got {wanted!r}")
-    if wanted == "0":
-        return {}
-    require_tools()
-    limit_jobs()
-    find_ninja()
-    toolkit = choose_toolkit()
-    if toolkit:
-        os.environ["CUDA_HOME"] = str(toolkit.home)  # read when torch.utils.cpp_extension is imported
-    module, facts = extension(toolkit)
-    if toolkit:
-        say(f"the CUDA backend is built with {toolkit} for {' '.join(facts['architectures'])}")
-    return {"ext_modules": [module], "cmdclass": {"build_ext": build_command(facts)}}
-
-
-setuptools.setup(**arguments())
+is_compiled = switch("OCNN_FUSED_BUILD_EXTENSION", default="1") == "1"
+modules = [setuptools.Extension("ocnn_fused._C", [])] if is_compiled else []
+setuptools.setup(ext_modules=modules, cmdclass={"build_ext": Build})

@@ -48,8 +48,8 @@ def _as_text(fact: object) -> object:
 
 def lines() -> Iterator[str]:
     """The report, line by line."""
-    torch_and_cuda = _extension.torch_and_cuda(torch.__version__, torch.version.cuda)
-    yield f"ocnn_fused {__version__}, {torch_and_cuda}, triton {_version_of('triton')}"
+    cuda = f"with CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    yield f"ocnn_fused {__version__}, torch {torch.__version__} {cuda}, triton {_version_of('triton')}"
     yield f"Python {platform.python_version()} on {platform.platform()}"
     yield f"extension: {_extension.unavailable_reason or 'loaded'}"
     if _extension.build_info:

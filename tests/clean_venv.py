@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -101,10 +101,10 @@ def _with_requirements(names: tuple[str, ...]) -> Iterator[str]:
         todo += [each.name for each in requirements if not each.marker or each.marker.evaluate({"extra": ""})]
 
 
-def copy_sources(target: Path) -> Path:
+def copy_sources(target: Path, without: Collection[str] = ()) -> Path:
     """The sources as a clean clone has them, without anything that was built."""
     built = shutil.ignore_patterns("*.so", "build_info.json", "__pycache__", ".*_cache")
-    for name in ("ocnn_fused", "csrc", "tools"):
+    for name in {"ocnn_fused", "csrc", "tools"}.difference(without):
         shutil.copytree(ROOT / name, target / name, ignore=built)
     for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, target)

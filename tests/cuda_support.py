@@ -41,18 +41,16 @@ ENVIRONMENT = {
 @cache
 def nvcc() -> str | None:
     try:
-        return str(cuda_toolkit.find_toolkit().home / "bin" / "nvcc")
+        return str(cuda_toolkit.find_toolkit().nvcc)
     except cuda_toolkit.Unavailable:
         return None
 
 
 @cache
 def half_headers() -> Path | None:
-    """The folder with cuda_fp16.h: the toolkit's own, or that of the pip packages that a CUDA build of torch needs."""
-    folders = [package / "include" for package in cuda_toolkit.nvidia_packages()]
-    if nvcc() is not None:
-        folders = [*cuda_toolkit.find_toolkit().include_folders, *folders]
-    return next((folder for folder in folders if (folder / "cuda_fp16.h").is_file()), None)
+    """The toolkit's folder with cuda_fp16.h."""
+    include = cuda_toolkit.find_toolkit().include if nvcc() else None
+    return include if include and (include / "cuda_fp16.h").is_file() else None
 
 
 def compile_host(folder: Path, build: str, kernels: Path = KERNELS, float_only: bool = False) -> Path:

@@ -1,9 +1,9 @@
-"""Builds the sdist and, from it, the wheel, and checks both; ``make dist`` calls it with clean environments.
+"""Builds the sdist and, from it, the wheel, checks what they contain, and tries the one wheel with several torches.
 
-    builder/bin/python tools/dist.py --user user/bin/python --out dist
+    python tools/dist.py --out dist torch==2.10.0 torch==2.13.0
 
-The builder has torch and the build requirements, the user torch alone.
-Which files belong into the sdist is asked of git.
+Needs setuptools; pip's isolated build brings what the wheel needs. A torch is a requirement, which is installed into an
+environment of its own, or the Python of an environment that has one. Which files belong into the sdist is asked of git.
 """
 
 from __future__ import annotations
@@ -21,19 +21,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Fails unless the installed package computes the reference's loss and gradient with its extension.
-COMPUTE = """
-import torch, ocnn_fused
-from ocnn_fused import _extension
 
-assert _extension.module is not None, _extension.unavailable_reason
-for shape, stride in (((8, 4, 3, 3), 1), ((6, 12, 4, 4), 2), ((8, 1, 3), 1)):
-    weight = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    losses = [function(weight, stride) for function in (ocnn_fused.fused_orth_loss, ocnn_fused.reference.orth_loss)]
-    torch.testing.assert_close(*losses)
-    torch.testing.assert_close(*(torch.autograd.grad(loss, weight) for loss in losses))
-print("computes", ocnn_fused.__file__)
-"""
+def pip(python: Path, *command: object) -> None:
+    """Our pip, working for another Python."""
+    run(sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet", *command)
 
 
 def run(*command: object, **options: object) -> str:
@@ -68,10 +59,9 @@ def build_sdist(python: Path, out: Path) -> Path:
     return sdist
 
 
-def build_wheel(python: Path, sdist: Path, out: Path) -> Path:
+def build_wheel(python: Path, sdist: Path, out: Path, *options: str) -> Path:
     """As a user does who has the sdist only."""
-    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
-    run(*pip, "wheel", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", out, sdist)
+    pip(python, "wheel", *options, "--no-deps", "--wheel-dir", out, sdist)
     (wheel,) = out.glob("*.whl")
     return wheel
 
@@ -100,23 +90,33 @@ def _differences(archive: str, names: set[str], expected: set[str]) -> list[str]
     return lacking + [f"{archive} should not contain {name}" for name in sorted(names - expected)]
 
 
-def install_and_compute(python: Path, wheel: Path) -> str:
-    """What the wheel's package says in another environment, away from the sources."""
-    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", "--quiet")
-    run(*pip, "install", "--no-deps", "--no-index", "--force-reinstall", wheel)
+def python_with(torch: str, folder: Path) -> Path:
+    """The Python that is named, or that of a new environment with the torch that is required."""
+    if Path(torch).is_file():
+        return Path(torch).absolute()
+    run(sys.executable, "-m", "venv", folder)
+    python = folder.absolute() / "bin" / "python"
+    pip(python, "install", torch)
+    return python
+
+
+def check_with(python: Path, wheel: Path) -> str:
+    """What the wheel's package says about itself and its results where there is a torch; nothing is installed there."""
     with tempfile.TemporaryDirectory() as folder:
-        return run(python, "-c", COMPUTE, cwd=folder) + run(python, "-m", "ocnn_fused.info", cwd=folder)
+        pip(python, "install", "--no-deps", "--no-index", "--target", folder, wheel)
+        return run(python, "-m", "ocnn_fused.check", "--device", "cpu", "--backend", "cpu", cwd=folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--user", type=Path, required=True, help="Python that uses the wheel")
+    parser.add_argument("torches", nargs="*", help="what the wheel is tried with")
     parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
     options = parser.parse_args()
-    builder = Path(sys.executable)
-    sdist = build_sdist(builder, options.out)
-    wheel = build_wheel(builder, sdist, options.out)
-    print(install_and_compute(options.user.absolute(), wheel))
+    sdist = build_sdist(Path(sys.executable), options.out)
+    wheel = build_wheel(Path(sys.executable), sdist, options.out)
+    with tempfile.TemporaryDirectory() as folder:
+        for number, torch in enumerate(options.torches):
+            print(check_with(python_with(torch, Path(folder, str(number))), wheel))
     for path in (sdist, wheel):
         print(f"{path}: {path.stat().st_size / 1e3:.0f} kB")
     raise SystemExit("\n".join(sdist_problems(sdist) + wheel_problems(wheel)) or 0)
