@@ -112,7 +112,8 @@ def problem_of(
             )
     # An int, as is every default of it: torch.compile would take a float for something that changes, and start again.
     number = 1 if target == 1 and part == "all" else target_of(target, part)
-    return Problem(tuple(shape), strides, dilations, paddings or None, groups, number)
+    # As tuples are made: a NamedTuple's own constructor is a Python function.
+    return tuple.__new__(Problem, (tuple(shape), strides, dilations, paddings or None, groups, number))
 
 
 def target_of(target: Target, part: str) -> float:

@@ -163,7 +163,10 @@ def poisoned_memory() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     assert torch.empty(64).isnan().all()
+    poisoned = _extension.module is not None and _extension.module.poison(True)
     yield
+    if _extension.module is not None:
+        _extension.module.poison(poisoned)
     torch.use_deterministic_algorithms(before)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -44,7 +43,7 @@ KINDS = [
     ("toom/row", Case((96, 60, 3, 3), groups=2)),
     ("toom/row", Case((40, 48, 5, 5), padding=2)),
     ("toom/row", Case((40, 40, 2, 7))),
-    # Sides of more than 256, whose products some machines leave to the BLAS.
+    # Sides of more than 256.
     ("toom/row", Case((257, 260, 2, 2))),
     ("toom/row", Case((257, 262, 3, 3))),
     ("toom/row", Case((257, 70, 3, 3), stride=2)),
@@ -80,21 +79,11 @@ def execute(one: Job[Plan], weight: torch.Tensor) -> tuple[list[torch.Tensor], l
     return cpu.prepare([one], torch.device("cpu"), DEFAULT_OPTIONS)([weight])
 
 
-#: Ranges in which the profiler sees the products of gram: by the BLAS, on panels together with evaluate, and on panels
-#: where there is nothing to evaluate.
-BLAS, PANELS, FLAT = "ocnn_fused::gram", "ocnn_fused::evaluate+gram", "ocnn_fused::gram, panels"
-
-
-def ranges(case: Case, **options: object) -> Counter[str]:
-    """How often the profiler sees each stage of loss and gradient."""
+def test_the_profiler_sees_the_stages() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        fused(case.random(), case, backend="cpu", **options)
-    return Counter(event.name for event in profile.events() if event.name.startswith("ocnn_fused::"))
-
-
-def assert_cut(case: Case, side: str) -> None:
-    seen = ranges(case, side=side)
-    assert seen[BLAS] + seen[PANELS] + seen[FLAT] > 1
+        fused(Case((8, 8, 3, 3)).random(), Case((8, 8, 3, 3)), backend="cpu")
+    (name,) = (event.name for event in profile.events() if event.name.startswith("ocnn_fused"))
+    assert all(stage in name for stage in ("evaluate", "gram", "mix", "apply", "gather"))
 
 
 @pytest.mark.parametrize(
@@ -117,23 +106,16 @@ def assert_cut(case: Case, side: str) -> None:
     ],
     ids=str,
 )
-def test_panels_and_the_blas_agree_with_the_definition(case: Case, poisoned_memory: None) -> None:
+def test_both_ways_to_multiply_agree_with_the_definition(case: Case, poisoned_memory: None) -> None:
+    """In chunks that stay in the caches, and stage by stage."""
     assert _extension.module.use_panels(True)
-    seen = []
     try:
         for wanted in (True, False):
             _extension.module.use_panels(wanted)
-            seen.append(ranges(case))
             for dtype in (torch.float64, torch.float32, torch.bfloat16):
                 assert_matches_definition(case.random(dtype=dtype), case, backend="cpu")
     finally:
         assert not _extension.module.use_panels(True)
-    on_panels, by_the_blas = seen
-    assert by_the_blas[BLAS] >= 1
-    assert by_the_blas[PANELS] + by_the_blas[FLAT] == 0
-    if torch.backends.cpu.get_cpu_capability().startswith("AVX"):  # other machines have no panels
-        assert on_panels[PANELS] + on_panels[FLAT] >= 1
-        assert on_panels[BLAS] == 0
 
 
 @pytest.mark.parametrize("side", ["row", "column"])
@@ -176,7 +158,6 @@ def assert_same_as_in_one_piece(case: Case, side: str, dtype: torch.dtype) -> No
 )
 def test_work_in_pieces(case: Case, side: str, poisoned_memory: None) -> None:
     """What does not fit into the bounded workspace is cut; the result is that of the plan executed in one piece."""
-    assert_cut(case, side)
     assert_same_as_in_one_piece(case, side, torch.float64)
 
 
@@ -190,7 +171,7 @@ LARGE = [
     (Case((250, 300, 3, 3)), "row"),  # sums of products in several chunks
     (Case((512, 256, 3, 3)), "column"),
     (Case((515, 130, 3, 3), stride=2), "row"),
-    (Case((260, 800, 3, 3)), "row"),  # cut also where products are the BLAS's
+    (Case((260, 800, 3, 3)), "row"),
     (Case((300, 600, 3, 3)), "column"),
 ]
 
@@ -361,21 +342,17 @@ def test_workspace_is_bounded(layer: tuple[object, ...], peaks: dict[tuple[objec
 
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_narrower_vectors(capability: str) -> None:
-    """Code for machines with other instructions computes the same; without long vectors all products are the BLAS's."""
+    """Code for machines with other instructions computes the same."""
     code = """
 from conftest import assert_matches_definition
-from test_cpu_backend import KINDS, LARGE, assert_cut, assert_same_as_in_one_piece
+from test_cpu_backend import KINDS, LARGE, assert_same_as_in_one_piece
 import torch
 for _, case in KINDS[::3]:
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         assert_matches_definition(case.random(dtype=dtype), case, backend="cpu")
 for case, side in LARGE[-3:]:
     assert_same_as_in_one_piece(case, side, torch.float64)
-capability = torch.backends.cpu.get_cpu_capability()
-if not capability.startswith("AVX"):
-    assert_cut(*LARGE[-2])
-    assert_cut(*LARGE[-1])
-print(capability)
+print(torch.backends.cpu.get_cpu_capability())
 """
     if capability == "avx2" and not torch.backends.cpu.get_cpu_capability().startswith("AVX"):
         pytest.skip("this machine has no AVX2")

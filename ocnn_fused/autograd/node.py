@@ -94,7 +94,8 @@ def _prepared(
     operands = []
     for weight in weights:
         with_grad = always_grad or (enabled and weight.requires_grad)
-        operands.append(Operand(weight.stride(), weight.dtype, with_grad))
+        # As tuples are made: a NamedTuple's own constructor is a Python function.
+        operands.append(tuple.__new__(Operand, (weight.stride(), weight.dtype, with_grad)))
     resolved: Options | engine.Resolved = options
     if device.type != "cpu" or options.backend is not None:
         resolved = engine.resolve(options, device)
