@@ -28,7 +28,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 from oracle import Case, loss_and_grad
 
-from ocnn_fused import backends, fused_orth_loss
+from ocnn_fused import _extension, backends, fused_orth_loss
 
 #: Whether the Triton kernels run on a GPU.
 TRITON_ON_GPU = torch.cuda.is_available() and not interpreted()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import modules
 from ..autograd import add_grads_, orth_losses, orth_total
 from ..backends.epilogue import Epilogue
-from ..problem import Part, Target, check_choice
+from ..problem import Part, Target, check_choice, is_number
 from ..projection import Safe, step_
 from ..reference import frobenius_norm
 from ..spectrum import LayerOptions, Summary, circular_size, input_shapes, singular_values, summary
@@ -291,12 +291,12 @@ class OrthRegularizer:
         stay as they are. Computed weights (parametrisations) cannot be moved, and SRIP has no such step.
         """
         check_positive("steps", steps)
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < inf:
+        if not is_number(rate) or not 0 < rate < inf:
             raise ValueError(f"rate must be a positive number, got {rate!r}")
         check_choice("safe", safe, (True, False, "always"))
         selection, weights = self._look()
         self._check_use(selection)
-        rate *= self._factor / self._settings.every
+        rate = float(rate) * self._factor / self._settings.every
         if not rate:
             return
         movable = [index for index in selection.everything if selection.is_movable(index, weights[index])]
@@ -445,7 +445,7 @@ class OrthRegularizer:
 
     def __repr__(self) -> str:
         weight, method = self._settings.weight, self._settings.method
-        text = f"{weight:g}" if isinstance(weight, (int, float)) else type(weight).__name__
+        text = f"{weight:g}" if is_number(weight) else type(weight).__name__
         return f"OrthRegularizer({type(modules.unwrap(self.model)).__name__}, weight={text}, method={method!r})"
 
     def __str__(self) -> str:
@@ -547,8 +547,8 @@ class OrthRegularizer:
         if selection.waiting and "waiting" not in self._warned:
             self._warned.add("waiting")
             warn(
-                f"these layers are left out, because their weights hold no numbers yet: {', '.join(selection.waiting)}; "
-                "run the model once if they are lazy, load them if they are on the meta device"
+                f"layers left out, because their weights hold no numbers yet: {', '.join(selection.waiting)}; run the "
+                "model once if they are lazy, load them if they are on the meta device"
             )
         if self._steps or not self._settings.goes_by_steps or "step()" in self._warned:
             return

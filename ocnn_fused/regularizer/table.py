@@ -13,7 +13,7 @@ _HEADER = ("layer", "weight shape", "stride", "groups", "trains", "method", "pla
 
 
 def describe(title: str, settings: Settings, progress: str, selection: Selection) -> str:
-    """One row per regularised layer: whether it trains, plan, share of the cost, lambda, least loss; then the others."""
+    """One row per regularised layer with its plan, share of the cost, lambda and least loss; then the others."""
     layers = selection.layers
     costs = [layer.cost(settings.power_iterations) for layer in layers]
     rows = [
