@@ -114,8 +114,8 @@ class NodeContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class OrthNode(torch.autograd.Function):
-    """``(losses, losses)``, or with a weighting ``(total, losses)``; only the first is differentiable."""
+class OrthNode(transforms.SingleLevelFunction):  # no transform is active: ops.py serves these
+    """``(losses,)``, or with a weighting ``(total, losses)``, of which only the total is differentiable."""
 
     @staticmethod
     def forward(  # type: ignore[override]

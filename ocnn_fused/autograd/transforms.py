@@ -18,7 +18,8 @@ from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import FunctionCtx, _SingleLevelFunction
+from torch.autograd.function import FunctionCtx
+from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
 
 from .. import ops, reference
 from ..backends.job import accumulation_dtype, losses_dtype
@@ -94,7 +95,7 @@ class _LossContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class _OrthLoss(_SingleLevelFunction):
+class _OrthLoss(SingleLevelFunction):
     """``losses, *grads = orth_loss_and_grad(weights)``; the gradients count as constants."""
 
     @staticmethod
@@ -141,7 +142,7 @@ class _GradContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class _OrthGrad(_SingleLevelFunction):
+class _OrthGrad(SingleLevelFunction):
     """Known gradients as functions of the weights; the Hessian is symmetric, so both directions are one formula."""
 
     @staticmethod
