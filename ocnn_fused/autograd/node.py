@@ -109,8 +109,9 @@ class NodeContext(FunctionCtx):
     problems: tuple[Problem, ...]
     wanted: list[bool]  # which weights need a gradient
     grads: list[Tensor] | None  # not a part of the graph: hooks do not see them; None once they were handed on
-    executable: Executable | None  # and the factors that are in the gradients, if there are any
-    factors: Tensor | None
+    executable: Executable
+    weighting: Weighting | None  # its factors, times the factor, are in the gradients
+    factor: float
     saved_tensors: tuple[Tensor, ...]
 
 
@@ -128,7 +129,7 @@ class OrthNode(transforms.SingleLevelFunction):  # no transform is active: ops.p
         factor: float,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.executable, ctx.problems, ctx.factors = executable, problems, None
+        ctx.executable, ctx.problems, ctx.weighting, ctx.factor = executable, problems, weighting, factor
         ctx.wanted = wanted = []
         for operand in operands:
             wanted.append(operand.with_grad)
@@ -138,7 +139,6 @@ class OrthNode(transforms.SingleLevelFunction):  # no transform is active: ops.p
             losses, ctx.grads = executable(weights)
             return (losses.view(shape),)
         losses, ctx.grads = executable(weights, Epilogue(weighting.factors, factor))
-        ctx.factors = weighting.factors * factor
         ctx.mark_non_differentiable(losses)
         return weighting.total(losses, factor), losses
 
@@ -156,10 +156,9 @@ def scaled_grads(ctx: NodeContext, scale: Tensor | None) -> list[Tensor | None]:
     places = [place for place, wanted in enumerate(ctx.wanted) if wanted]
     recorded = torch.is_grad_enabled()  # a graph of this very backward is wanted
     if recorded:
-        if ctx.factors is not None:  # without the factors, gradients are functions of the weights
-            assert ctx.executable is not None
+        if ctx.weighting is not None:  # without the factors, gradients are functions of the weights
             grads = ctx.executable(weights)[1]
-            scale = scale * ctx.factors
+            scale = scale * (ctx.weighting.factors * ctx.factor)
         grads = ops.orth_grad(weights, grads, *flatten_problems(ctx.problems))
     scales = scale.unbind() if scale.dim() else (scale,) * len(weights)
     chosen = [grads[place] for place in places]
