@@ -1,49 +1,140 @@
-// A call for any list of weights: which plan serves which of them.
+// What a call works on, for any device: addresses, sizes and strides.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <cstddef>
 #include <cstdint>
-#include <optional>
-#include <tuple>
+#include <span>
+#include <type_traits>
+#include <variant>
 #include <vector>
 
-#include "autograd.h"
-#include "plan_object.h"
+#include "numbers.h"
+#include "plan.h"
 
 namespace ocnn_fused {
 
-// Weights of one plan, type and memory layout, by their places in the list: one execution serves them all.
-struct Bucket {
-  std::vector<int64_t> members;
-  Plan plan;
-  bool with_grad;
+using Address = std::uintptr_t;
+
+enum class Type { kFloat64, kFloat32, kBFloat16, kFloat16 };
+
+// How a tensor (rows, channels, kernel...) lies in memory.
+struct Layout {
+  std::vector<int64_t> sizes, strides;
+  int64_t dimensions() const { return static_cast<int64_t>(sizes.size()); }
+  int64_t rows() const { return sizes[0]; }
+  int64_t channels() const { return sizes[1]; }
+  int64_t elements() const {
+    int64_t product = 1;
+    for (const int64_t size : sizes) product *= size;
+    return product;
+  }
+  bool is_contiguous() const {
+    int64_t stride = 1;
+    for (size_t axis = sizes.size(); axis-- > 0; stride *= sizes[axis]) {
+      if (sizes[axis] != 1 && strides[axis] != stride) return false;
+    }
+    return true;
+  }
 };
 
-// What becomes of the gradients of all weights, see Epilogue.
-struct Scaling {
-  std::optional<at::Tensor> factors;
+// Tensors of one layout: read if S is const.
+template <typename S>
+struct Tensors {
+  std::span<const Address> addresses;
+  const Layout& layout;
+  int64_t count() const { return static_cast<int64_t>(addresses.size()); }
+  bool empty() const { return addresses.empty(); }
+  S* operator[](int64_t index) const { return reinterpret_cast<S*>(addresses[index]); }
+  Tensors slice(int64_t begin, int64_t how_many) const { return {addresses.subspan(begin, how_many), layout}; }
+};
+
+// Whether gradients go where the weights are read.
+inline bool overlap(std::span<const Address> weights, std::span<const Address> grads) {
+  for (size_t w = 0; w < grads.size(); ++w) {
+    if (weights[w] == grads[w]) return true;
+  }
+  return false;
+}
+
+// What becomes of the gradients of a call: gradient w, times factor * factors[its place], is stored, or added to what
+// is there if `adds`.
+struct Epilogue {
+  const double* factors = nullptr;  // where the weights are; null: one each
   double factor = 1;
-  bool per_target = false;
-  std::vector<at::Tensor> targets;
+  bool per_target = false;  // divided by the free target of each group, unless that is zero
+  bool adds = false;
+  bool scales() const { return factors != nullptr || factor != 1; }
 };
 
+struct WorkspaceTooSmall {
+  int64_t needed;  // bytes
+};
+
+// Memory for a call, with undefined contents.
+struct Workspace {
+  char* memory;
+  int64_t bytes;
+  // Throws before anything was written if it does not suffice.
+  char* take(int64_t needed) const {
+    if (needed > bytes) throw WorkspaceTooSmall{needed};
+    return memory;
+  }
+};
+
+// Weights of one plan, type and layout, at these places of the caller's list.
+struct Bucket {
+  std::variant<BilinearPlan, SmallPlan, FourierPlan> plan;
+  const int64_t* tables;
+  const void* constants;
+  Type type;
+  Layout weights, grads;
+  std::vector<int64_t> places;
+};
+
+// One execution of a bucket.
 struct Call {
-  // One loss per weight and one gradient per weight, empty where none is wanted; without a graph. With targets, the
-  // gradients are added to them, and none is returned.
-  LossesAndGrads losses_and_grads(const std::vector<at::Tensor>& weights, const Scaling& scaling) const;
-  // One loss per weight, differentiable where a gradient is wanted.
-  std::vector<at::Tensor> attached(const std::vector<at::Tensor>& weights) const;
-  // The sum over all weights of factor * factors[w] * (loss - least), differentiable where a gradient is wanted, and
-  // the losses as one tensor without a graph. `factors` and `least` are float64, where the weights are.
-  std::tuple<at::Tensor, at::Tensor> total(const std::vector<at::Tensor>& weights, const at::Tensor& factors,
-                                           double factor, const std::optional<at::Tensor>& least) const;
+  const Bucket& bucket;
+  std::span<const Address> weights, grads;  // grads: as many, or none
+  Epilogue epilogue;
+  void* losses;  // of the whole list: float64 if `wide`, else float32
+  bool wide;
+  Workspace workspace;
 
-  std::vector<Bucket> buckets;
-  Geometry geometry;
-
- private:
-  bool with_grad() const;
+  int64_t count() const { return static_cast<int64_t>(weights.size()); }
+  bool with_grad() const { return !grads.empty(); }
+  template <typename S>
+  Tensors<const S> read() const {
+    return {weights, bucket.weights};
+  }
+  template <typename S>
+  Tensors<S> written() const {
+    return {grads, bucket.grads};
+  }
+  // A loss is a sum of squares: what rounding leaves below zero is zero (and NaN stays NaN).
+  void store_loss(int64_t weight, double loss) const {
+    const int64_t place = bucket.places[weight];
+    if (loss < 0) loss = 0;
+    if (wide) {
+      static_cast<double*>(losses)[place] = loss;
+    } else {
+      static_cast<float*>(losses)[place] = static_cast<float>(loss);
+    }
+  }
 };
+
+// Calls f.operator()<S, T>() for the weights' type S and the type T it is computed in.
+template <typename F>
+void dispatch(Type type, const F& f) {
+  switch (type) {
+    case Type::kFloat64:
+      return f.template operator()<double, double>();
+    case Type::kFloat32:
+      return f.template operator()<float, float>();
+    case Type::kBFloat16:
+      return f.template operator()<BFloat16, float>();
+    case Type::kFloat16:
+      return f.template operator()<Half, float>();
+  }
+}
 
 }  // namespace ocnn_fused

@@ -1,21 +1,13 @@
-// Executes a lowered plan on any device: evaluate | gram | mix | apply | gather. Matrix products go to ATen's BLAS; the
-// other stages, and memory, come from the device.
+// Executes a bilinear plan on any device: evaluate | gram | mix | apply | gather. The stages, and matrix products, come
+// from the device.
 #pragma once
 
-#include <ATen/ops/baddbmm.h>
-#include <ATen/ops/bmm.h>
-#include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/record_function.h>
-
 #include <algorithm>
-#include <tuple>
+#include <cstdint>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
-#include "plan_object.h"
+#include "call.h"
 #include "views.h"
 
 namespace ocnn_fused {
@@ -41,8 +33,8 @@ class Arena {
 // S is the weights' type, T the type of everything computed. A Device has
 //   kPlaneBytes, kNarrowestChunk, kChunkMultiple                         how much is worked on at once
 //   kCopiedBytes                                                         see flat_
-//   at::Tensor workspace(int64_t bytes)                                  memory with undefined contents
 //   void zero(T*, int64_t elements)
+//   void multiply(const Matrices<T>& out, const Matrices<T>& left, const Matrices<T>& right, bool add)
 //   void evaluate(const std::vector<Planes<T>>&, const Window&)          V = E K, one entry per pool
 //   void mix(const Outputs<T>&, bool with_grad)                          loss per group; Y, times its factor, in place
 //                                                                        of X
@@ -51,18 +43,20 @@ template <typename S, typename T, typename Device>
 class Pipeline {
  public:
   // `adds`: to what `grads` hold, which may be the weights themselves.
-  Pipeline(Device& device, const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, bool adds)
+  Pipeline(Device& device, const BilinearPlan& plan, const Tensors<const S>& weights, const Tensors<S>& grads,
+           bool adds)
       : device_(device),
         plan_(plan),
         weights_(weights),
         grads_(grads),
-        rows_(weights[0].size(0) / plan.groups),
-        channels_(weights[0].size(1)),
-        groups_(static_cast<int64_t>(weights.size()) * plan.groups),
+        rows_(weights.layout.rows() / plan.groups),
+        channels_(weights.layout.channels()),
+        groups_(weights.count() * plan.groups),
         side_(plan.column ? channels_ * plan.pools[0].residues : rows_),
-        flat_(plan.flat && std::is_same_v<S, T> && weights[0].is_contiguous() &&
-              (grads.empty() || (grads[0].is_contiguous() && !are_same(weights, grads))) &&
-              (weights.size() == 1 || static_cast<int64_t>(weights[0].nbytes()) > Device::kCopiedBytes)),
+        flat_(plan.flat && std::is_same_v<S, T> && weights.layout.is_contiguous() &&
+              (grads.empty() || grads.layout.is_contiguous()) && !overlap(weights.addresses, grads.addresses) &&
+              (weights.count() == 1 ||
+               weights.layout.elements() * static_cast<int64_t>(sizeof(S)) > Device::kCopiedBytes)),
         adds_(adds),
         planes_(plan.pools.size()),
         gradients_(plan.pools.size()) {
@@ -74,15 +68,18 @@ class Pipeline {
     accumulates_ = products > plan.outputs;
     // Summed runs are one contraction over neighbouring planes: on the row side those must lie next to each other.
     interleaved_ = sums_ && !plan.column;
+    choose_chunks();
+  }
+
+  int64_t workspace_bytes() {
+    Arena measure;
+    lay_out(measure);
+    return measure.used();
   }
 
   // As many groups at once as memory allows; a single one may also be cut along the contraction axis.
-  void execute() {
-    choose_chunks();
-    Arena measure;
-    lay_out(measure);
-    const at::Tensor memory = device_.workspace(measure.used());
-    Arena arena(static_cast<char*>(memory.data_ptr()));
+  void execute(char* workspace) {
+    Arena arena(workspace);
     lay_out(arena);
     for (group_ = 0; group_ < groups_; group_ += groups_now_) {
       // Where the planes are the weight itself, groups of the next weight must wait.
@@ -105,15 +102,6 @@ class Pipeline {
 
  private:
   bool with_grad() const { return !grads_.empty(); }
-
-  // Whether gradients go where the weights are read. Stages do so chunk by chunk: what a chunk's gather writes, no
-  // other chunk evaluates. But products whose operand is the weight itself would read what they have written.
-  static bool are_same(at::TensorList weights, at::TensorList grads) {
-    for (size_t w = 0; w < weights.size(); ++w) {
-      if (weights[w].is_alias_of(grads[w])) return true;
-    }
-    return false;
-  }
 
   void choose_chunks() {
     constexpr int64_t size = sizeof(T);
@@ -148,9 +136,10 @@ class Pipeline {
   // Planes that are the weight and its gradient themselves.
   void point_at_weight() {
     if constexpr (std::is_same_v<S, T>) {
-      const int64_t weight = group_ / plan_.groups, offset = group_ % plan_.groups * rows_ * weights_[0].stride(0);
-      planes_[0].data = const_cast<T*>(weights_[weight].template const_data_ptr<T>()) + offset;  // only read
-      if (with_grad()) gradients_[0].data = grads_[weight].template mutable_data_ptr<T>() + offset;
+      const int64_t weight = group_ / plan_.groups;
+      const int64_t offset = group_ % plan_.groups * rows_ * (weights_.layout.elements() / weights_.layout.rows());
+      planes_[0].data = const_cast<T*>(weights_[weight]) + offset;  // only read
+      if (with_grad()) gradients_[0].data = grads_[weight] + offset;
     }
   }
 
@@ -172,57 +161,37 @@ class Pipeline {
 
   void evaluate() {
     if (flat_) return;
-    RECORD_FUNCTION("ocnn_fused::evaluate", {});
     device_.evaluate(planes_, window_);
   }
 
   void mix() {
-    RECORD_FUNCTION("ocnn_fused::mix", {});
     device_.mix(Outputs<T>{outputs_, groups_now_, side_, group_}, with_grad());
   }
 
   void gather() {
     if (flat_) return;
-    RECORD_FUNCTION("ocnn_fused::gather", {});
     device_.gather(gradients_, window_);
   }
 
-  at::Tensor wrap(T* data, at::IntArrayRef sizes, at::IntArrayRef strides) const {
-    const auto options = weights_[0].options().dtype(c10::CppTypeToScalarType<T>::value);
-    return at::for_blob(data, sizes)
-        .strides(strides)
-        .options(options)
-        .target_device(weights_[0].device())
-        .make_tensor();
-  }
-
   // As many planes as the run has, from `plane` on, as one batch of matrices, oriented (gram side, contraction).
-  at::Tensor matrices(const PlanRun& run, const std::vector<Planes<T>>& all, int64_t plane) const {
+  Matrices<T> matrices(const PlanRun& run, const std::vector<Planes<T>>& all, int64_t plane) const {
     const Planes<T>& planes = all[run.pool];
     T* first = planes.data + plane * planes.plane_stride;
     const int64_t width = plan_.pools[run.pool].residues * window_.channels(), rows = window_.rows() / groups_now_;
     if (plan_.column) {
       const int64_t batch = run.summed ? groups_now_ : run.count * groups_now_;
       const int64_t length = run.summed ? run.count * rows : rows;
-      return wrap(first, {batch, width, length}, {length * width, 1, width});
+      return {first, batch, length * width, width, length, 1, width};
     }
     if (interleaved_) {
-      return wrap(first, {groups_now_, rows, run.count * width}, {rows * planes.row_stride, planes.row_stride, 1});
+      return {first, groups_now_, rows * planes.row_stride, rows, run.count * width, planes.row_stride, 1};
     }
-    return wrap(first, {run.count * groups_now_, rows, width}, {rows * width, width, 1});
+    return {first, run.count * groups_now_, rows * width, rows, width, width, 1};
   }
 
-  at::Tensor outputs(const PlanRun& run) const {
+  Matrices<T> outputs(const PlanRun& run) const {
     const int64_t area = side_ * side_, count = run.summed ? 1 : run.count;
-    return wrap(outputs_ + run.out * groups_now_ * area, {count * groups_now_, side_, side_}, {area, side_, 1});
-  }
-
-  static void multiply(at::Tensor out, const at::Tensor& left, const at::Tensor& right, bool add) {
-    if (add) {
-      out.baddbmm_(left, right);
-    } else {
-      at::bmm_out(out, left, right);
-    }
+    return {outputs_ + run.out * groups_now_ * area, count * groups_now_, area, side_, side_, side_, 1};
   }
 
   // Calls f for every run of products that can be issued at once.
@@ -240,46 +209,48 @@ class Pipeline {
   }
 
   void gram(bool add) {
-    RECORD_FUNCTION("ocnn_fused::gram", {});
     if (accumulates_ && !add) {
       device_.zero(outputs_, plan_.outputs * groups_now_ * side_ * side_);
       add = true;
     }
     each_run([&](const PlanRun& run) {
-      multiply(outputs(run), matrices(run, planes_, run.left), matrices(run, planes_, run.right).transpose(1, 2), add);
+      device_.multiply(outputs(run), matrices(run, planes_, run.left), matrices(run, planes_, run.right).transposed(),
+                       add);
     });
   }
 
   // G = Y V, or the transpose of it where the planes lie transposed.
-  void multiply_planes(const at::Tensor& gradients, const at::Tensor& y, const at::Tensor& planes) const {
+  void multiply_planes(const Matrices<T>& gradients, const Matrices<T>& y, const Matrices<T>& planes) const {
     const bool add = accumulates_ || (flat_ && adds_);
     if (plan_.column) {
-      multiply(gradients.transpose(1, 2), planes.transpose(1, 2), y.transpose(1, 2), add);
+      device_.multiply(gradients.transposed(), planes.transposed(), y.transposed(), add);
     } else {
-      multiply(gradients, y, planes, add);
+      device_.multiply(gradients, y, planes, add);
     }
   }
 
   void apply() {
-    RECORD_FUNCTION("ocnn_fused::apply", {});
     for (size_t p = 0; accumulates_ && p < gradients_.size(); ++p) {
       const PlanPool& pool = plan_.pools[p];
       device_.zero(gradients_[p].data, pool.planes * pool.residues * window_.rows() * window_.channels());
     }
     each_run([&](const PlanRun& run) {
-      const at::Tensor y = outputs(run);
+      const Matrices<T> y = outputs(run);
       multiply_planes(matrices(run, gradients_, run.left), y, matrices(run, planes_, run.right));
       if (run.left == run.right) return;  // the output is its own transpose
-      multiply_planes(matrices(run, gradients_, run.right), y.transpose(1, 2), matrices(run, planes_, run.left));
+      multiply_planes(matrices(run, gradients_, run.right), y.transposed(), matrices(run, planes_, run.left));
     });
   }
 
   Device& device_;
-  const LoweredPlan& plan_;
-  const at::TensorList weights_, grads_;
+  const BilinearPlan& plan_;
+  const Tensors<const S> weights_;
+  const Tensors<S> grads_;
   const int64_t rows_, channels_, groups_;  // per group, per group, of all weights
   const int64_t side_;
-  const bool flat_;  // the weight itself serves as planes, unless several are so small that a copy of all is cheaper
+  // The weight itself serves as planes, unless several are so small that a copy of all is cheaper. Not where gradients
+  // go into the weights: a product would then read what another has written, while stages do so chunk by chunk.
+  const bool flat_;
   const bool adds_;
   std::vector<Planes<T>> planes_, gradients_;  // of all pools
   bool sums_ = false, accumulates_ = false, interleaved_ = false;
@@ -289,61 +260,5 @@ class Pipeline {
   int64_t group_ = 0, groups_now_ = 1;
   Window window_{};
 };
-
-// Memory of a weight, to read it if S is const.
-template <typename S>
-S* data_of(const at::Tensor& weight) {
-  if constexpr (std::is_const_v<S>) {
-    return weight.const_data_ptr<std::remove_const_t<S>>();
-  } else {
-    return weight.mutable_data_ptr<S>();
-  }
-}
-
-// Calls f.operator()<S, T>() for the weights' type S and the type T it is computed in.
-template <typename F>
-auto dispatch(const at::Tensor& weight, const F& f) {
-  switch (weight.scalar_type()) {
-    case at::kFloat:
-      return f.template operator()<float, float>();
-    case at::kDouble:
-      return f.template operator()<double, double>();
-    case at::kBFloat16:
-      return f.template operator()<c10::BFloat16, float>();
-    case at::kHalf:
-      return f.template operator()<c10::Half, float>();
-    default:
-      TORCH_CHECK_TYPE(false, "weight must be float64, float32, bfloat16 or float16, got ", weight.scalar_type());
-  }
-}
-
-// What the ops check, and where the gradients go: into the epilogue's targets or fresh memory, or nowhere.
-inline std::vector<at::Tensor> check_and_allocate(at::TensorList weights, int64_t groups, bool with_grad,
-                                                  const Epilogue& epilogue) {
-  TORCH_CHECK_VALUE(!weights.empty(), "weights must not be empty");
-  std::vector<at::Tensor> grads;
-  for (const at::Tensor& weight : weights) {
-    TORCH_CHECK_VALUE(weight.dim() >= 2, "weight must have at least 2 dimensions, got ", weight.dim());
-    TORCH_CHECK_VALUE(weight.numel() > 0, "weight must not be empty, got shape ", weight.sizes());
-    TORCH_CHECK_VALUE(groups > 0 && weight.size(0) % groups == 0,
-                      "groups must divide weight.size(0) = ", weight.size(0), ", got ", groups);
-    TORCH_CHECK_VALUE(weight.sizes() == weights[0].sizes() && weight.strides() == weights[0].strides() &&
-                          weight.scalar_type() == weights[0].scalar_type() && weight.device() == weights[0].device(),
-                      "weights of one plan must have the same shape, strides, type and device");
-    if (with_grad && epilogue.targets.empty()) grads.push_back(at::empty_like(weight));
-  }
-  if (epilogue.factors) {
-    const at::Tensor& factors = *epilogue.factors;
-    TORCH_CHECK_VALUE(factors.scalar_type() == at::kDouble && factors.is_contiguous() &&
-                          factors.device() == weights[0].device() && epilogue.places.size() == weights.size(),
-                      "factors must be contiguous float64 numbers where the weights are, one place for each");
-    for (const int64_t place : epilogue.places) {
-      TORCH_CHECK_VALUE(place >= 0 && place < factors.numel(), "there are ", factors.numel(), " factors, not ", place);
-    }
-  }
-  if (!with_grad || epilogue.targets.empty()) return grads;
-  TORCH_CHECK_VALUE(are_targets(epilogue.targets, weights), "targets must be alike, and like the weights");
-  return epilogue.targets.vec();
-}
 
 }  // namespace ocnn_fused

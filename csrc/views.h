@@ -1,4 +1,4 @@
-// What the pipeline tells a device's stages about memory. Without torch, so that GPU kernels can use it too.
+// What the pipeline tells a device's stages about memory. GPU kernels use it too.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +32,15 @@ template <typename T>
 struct Outputs {
   T* data;
   int64_t groups, side, first_group;
+};
+
+// A batch of matrices; one of the two strides is 1.
+template <typename T>
+struct Matrices {
+  T* data;
+  int64_t batch, batch_stride;
+  int64_t rows, columns, row_stride, column_stride;
+  Matrices transposed() const { return {data, batch, batch_stride, columns, rows, column_stride, row_stride}; }
 };
 
 // What one group's diagonal of lag 0 is compared with: a number, or nothing.

@@ -14,7 +14,8 @@ from torch import Tensor
 from . import backends
 from .backends import Backend, fourier
 from .backends.device import SPECS, described
-from .backends.job import Epilogue, Executable, Job, Operand, joined
+from .backends.epilogue import Epilogue
+from .backends.job import Executable, Job, LossesAndGrads, Operand, joined
 from .plan import AnyPlan, FourierPlan, candidates
 from .problem import Options, Precision, Problem
 
@@ -68,7 +69,7 @@ def prepare(
 ) -> Executable:
     """What computes the losses of weights that lie as ``operands`` say; the one cache of all calls that are alike.
 
-    It returns one loss per weight and one gradient, empty where none is wanted, all of them without a graph.
+    It returns the losses, 1-D, and one gradient per weight, empty where none is wanted, all of them without a graph.
     """
     resolved = resolve(options, device) if isinstance(options, Options) else options
     backend = backends.MODULES[resolved.convolution.backend]  # type: ignore[index]
@@ -89,7 +90,8 @@ def prepare(
             [
                 (tuple(own), backend.prepare(tuple(own.values()), device, resolved.convolution)),  # type: ignore[arg-type]
                 (tuple(others), fourier.prepare(tuple(others.values()), device)),
-            ]
+            ],
+            device,
         )
     if device.type != "cpu":
         _kept.append(executable)
@@ -102,8 +104,9 @@ def losses_and_grads(
     options: Options,
     with_grad: Sequence[bool],
     epilogue: Epilogue | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """One loss per weight and one gradient, empty where none is wanted; none with a graph. See :class:`Epilogue`."""
+) -> LossesAndGrads:
+    """The losses, 1-D, and one gradient per weight, empty where none is wanted; none with a graph. See
+    :class:`Epilogue`."""
     device = weights[0].device
     operands = tuple([Operand(w.stride(), w.dtype, wanted) for w, wanted in zip(weights, with_grad, strict=True)])
     return prepare(problems, operands, resolve(options, device), device)(weights, epilogue)

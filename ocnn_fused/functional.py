@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from . import backends, engine
-from .autograd import PLAIN_TYPES, orth_losses
+from .autograd import orth_loss, orth_losses
+from .autograd.transforms import PLAIN_TYPES
 from .backends.triton.config import Config
 from .backends.triton.tune import search
 from .plan import Plan, check_side
@@ -80,7 +81,7 @@ def fused_orth_loss(
     problem = problem_of(weight.shape, stride, dilation, groups, padding, target, part)
     if side == "column":
         check_side(problem, "column")
-    (loss,) = orth_losses([weight], (problem,), options)
+    loss = orth_loss(weight, problem, options)
     return loss if squared else frobenius_norm(loss)
 
 
@@ -112,10 +113,7 @@ def fused_orth_loss_foreach(
         return torch.zeros(0)
     problems = problems_of(weights, strides, dilations, groups, paddings, side, target, part)
     losses = orth_losses(weights, problems, options_of(side, backend, precision, launch))
-    if any(loss.dtype != losses[0].dtype for loss in losses):
-        losses = [loss.double() for loss in losses]
-    stacked = torch.stack(list(losses))
-    return stacked if squared else frobenius_norm(stacked)
+    return losses if squared else frobenius_norm(losses)
 
 
 def kernel_orth_loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -36,6 +37,14 @@ def unwrap(model: nn.Module) -> nn.Module:
     return innermost
 
 
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The model that was given to ``torch.compile``: a compiled step that also calls the compiled model must meet its
+    modules under one name only."""
+    while "_orig_mod" in model._modules:
+        model = model._modules["_orig_mod"]  # type: ignore[assignment]
+    return model
+
+
 def wrappers(model: nn.Module) -> Iterator[nn.Module]:
     """The model as given, then each module that it wraps, the plain model last."""
     while True:
@@ -66,6 +75,13 @@ def is_layer(module: nn.Module) -> bool:
 
 def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd)
+
+
+def quantized_kinds() -> tuple[type, ...]:
+    """What torch's quantised layers have in common: a method ``weight()`` and no parameter, so nothing to train."""
+    utils = sys.modules.get("torch.ao.nn.quantized.modules.utils")  # where nobody imported it there are none
+    kind = getattr(utils, "WeightedQuantizedModule", None)
+    return () if kind is None else (kind,)
 
 
 def computes_its_own_way(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import engine
-from .backends.job import Epilogue
+from .backends.epilogue import Epilogue
 from .functional import check_weight
 from .plan import axes_of, least_loss
 from .problem import FREE, OFF_DIAGONAL, IntOrTuple, Options, Problem, options_of, problem_of
@@ -266,7 +266,7 @@ def _move_(weight: Tensor, step: Tensor, factor: Tensor) -> None:
 
 
 def _losses(weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options) -> Tensor:
-    return _stacked(engine.losses_and_grads(weights, problems, options, [False] * len(weights))[0])
+    return engine.losses_and_grads(weights, problems, options, [False] * len(weights))[0].double()
 
 
 def _stacked(values: Sequence[Tensor]) -> Tensor:

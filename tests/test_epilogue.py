@@ -13,7 +13,7 @@ from plans import chosen
 from plans import problem as problem_of_case
 
 from ocnn_fused import _extension, engine
-from ocnn_fused.backends.job import Epilogue
+from ocnn_fused.backends.epilogue import Epilogue
 from ocnn_fused.plan import FourierPlan
 from ocnn_fused.problem import Options, options_of, problem_of
 

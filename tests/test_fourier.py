@@ -18,7 +18,8 @@ from ocnn_fused import _extension, engine, explain, fused_orth_loss, fused_orth_
 from ocnn_fused import plan as planning
 from ocnn_fused.backends import cpu
 from ocnn_fused.backends import fourier as backend
-from ocnn_fused.backends.job import Epilogue, Job, Operand
+from ocnn_fused.backends.epilogue import Epilogue
+from ocnn_fused.backends.job import Job, Operand
 from ocnn_fused.backends.lowering import lower
 from ocnn_fused.plan import FourierPlan
 from ocnn_fused.problem import DEFAULT_OPTIONS, Options

@@ -24,7 +24,7 @@ from triton_support import (
 )
 
 from ocnn_fused.backends.device import spec_of
-from ocnn_fused.backends.job import Epilogue
+from ocnn_fused.backends.epilogue import Epilogue
 from ocnn_fused.backends.model import product_work
 from ocnn_fused.backends.triton import fields, kernels
 from ocnn_fused.backends.triton.config import MIX_SIZES, WIDE_TILES, Config, shipped

@@ -1,9 +1,11 @@
-// The ops of the CPU: plans on panels, through the pipeline, of small groups, and by Fourier.
-#include <torch/library.h>
+// Executes plans on the CPU: on panels, through the pipeline, of small groups, and by Fourier.
+#include "execute.h"
 
 #include <algorithm>
+#include <cstring>
 #include <numeric>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "device.h"
@@ -30,58 +32,58 @@ int64_t apply_pieces(int64_t length, int64_t threads) {
 
 // Cut evenly and where slices end, because every piece makes the planes of the slices that it has part in.
 template <typename S, typename T>
-Phase gram_phase(const PanelJob<S, T>& job, int64_t threads) {
+Phase gram_phase(const PanelJob<S, T>& job, int64_t least) {
   const int64_t items = job.problems * job.gram_items;
   std::vector<int64_t> cuts{0};
-  for (int64_t problem = 0; threads > 1 && problem < job.problems; ++problem) {
+  for (int64_t problem = 0; least > 1 && problem < job.problems; ++problem) {
     for (const Slice& slice : job.slices) cuts.push_back(cuts.back() + slice.items(job.panels));
   }
-  for (int64_t thread = 0; thread < threads; ++thread) cuts.push_back((thread + 1) * items / threads);
+  for (int64_t piece = 0; piece < least; ++piece) cuts.push_back((piece + 1) * items / least);
   std::sort(cuts.begin(), cuts.end());
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
   const int64_t pieces = static_cast<int64_t>(cuts.size()) - 1;
-  return {"ocnn_fused::evaluate+gram", pieces, [&job, cuts = std::move(cuts)](int64_t piece, int64_t) {
+  return {pieces, [&job, cuts = std::move(cuts)](int64_t piece, int64_t) {
             panel_stages<S, T>().gram(job, cuts[piece], cuts[piece + 1]);
           }};
 }
 
-// The stages of a job, for so many threads; mix writes a loss for each pair of panels of each problem.
+// The stages of a job, each in at least so many pieces, apply and mix in `finer` ones; mix writes a loss for each pair
+// of panels of each problem.
 template <typename S, typename T>
-void add_phases(std::vector<Phase>& phases, const PanelJob<S, T>& job, int64_t threads, double* losses) {
+void add_phases(std::vector<Phase>& phases, const PanelJob<S, T>& job, int64_t least, int64_t finer, double* losses) {
   const PanelStages<S, T>& stages = panel_stages<S, T>();
-  const int64_t finer = apply_pieces(job.length, threads), pairs = job.panels * (job.panels + 1) / 2;
-  phases.push_back(even_phase("ocnn_fused::load", job.problems * job.panels, threads,
+  phases.push_back(even_phase(job.problems * job.panels, least,
                               [&](int64_t begin, int64_t end) { stages.load(job, begin, end); }));
-  phases.push_back(gram_phase(job, threads));
-  phases.push_back(even_phase("ocnn_fused::mix", job.problems * pairs, finer,
+  phases.push_back(gram_phase(job, least));
+  phases.push_back(even_phase(job.problems * job.panels * (job.panels + 1) / 2, finer,
                               [&, losses](int64_t begin, int64_t end) { stages.mix(job, begin, end, losses); }));
   if (!job.with_grad()) return;
-  phases.push_back(even_phase("ocnn_fused::evaluate+apply+gather", job.problems * job.length, finer,
+  phases.push_back(even_phase(job.problems * job.length, finer,
                               [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); }));
 }
 
 template <typename S, typename T>
-void add_phases(std::vector<Phase>& phases, const FlatJob<S, T>& job, int64_t threads, double* losses) {
+void add_phases(std::vector<Phase>& phases, const FlatJob<S, T>& job, int64_t least, int64_t finer, double* losses) {
   const FlatStages<S, T>& stages = flat_stages<S, T>();
-  const int64_t finer = apply_pieces(job.length, threads), pairs = job.panels * (job.panels + 1) / 2;
   for (int64_t step = 0; step < job.length; step += job.chunk) {
-    phases.push_back(even_phase("ocnn_fused::load", job.problems * job.panels, threads,
+    phases.push_back(even_phase(job.problems * job.panels, least,
                                 [&, step](int64_t begin, int64_t end) { stages.load(job, step, begin, end); }));
-    phases.push_back(even_phase("ocnn_fused::gram, panels", job.problems * ((job.panels + 1) / 2), threads,
+    phases.push_back(even_phase(job.problems * ((job.panels + 1) / 2), least,
                                 [&, step](int64_t begin, int64_t end) { stages.gram(job, step, begin, end); }));
   }
-  phases.push_back(even_phase("ocnn_fused::mix", job.problems * pairs, finer,
+  phases.push_back(even_phase(job.problems * job.panels * (job.panels + 1) / 2, finer,
                               [&, losses](int64_t begin, int64_t end) { stages.mix(job, begin, end, losses); }));
   if (!job.with_grad()) return;
-  phases.push_back(even_phase("ocnn_fused::apply, panels", job.problems * job.length, finer,
+  phases.push_back(even_phase(job.problems * job.length, finer,
                               [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); }));
 }
 
-// All stages of some problems on panels, for as many threads as there are jobs. Job: PanelJob or FlatJob.
+// All stages of the problems of a call on panels. Job: PanelJob or FlatJob.
 template <typename Job>
 class PanelWork {
  public:
-  PanelWork(const Job& job, int64_t problems, int64_t threads)
+  // Takes one thread so many `seconds`.
+  PanelWork(const Job& job, const Call& call, int64_t problems, int64_t threads, double seconds)
       : threads_(threads),
         bytes_(job.elements * static_cast<int64_t>(sizeof(*job.memory))),
         pairs_(job.panels * (job.panels + 1) / 2),
@@ -91,21 +93,24 @@ class PanelWork {
     const int64_t rest = problems - whole,
                   at_once = std::clamp<int64_t>(kProblemBytes / bytes_, 1, std::max<int64_t>(1, rest));
     const int64_t shared = (rest + at_once - 1) / at_once;
-    memory_ = workspace_of_thread(std::max(whole > 0 ? threads : 0, rest > 0 ? at_once : 0) * bytes_);
+    memory_ = call.workspace.take(std::max(whole > 0 ? threads : 0, rest > 0 ? at_once : 0) * bytes_);
+    const double of_each = seconds / static_cast<double>(problems);
     jobs_.reserve(threads + shared);
     for (int64_t thread = 0; whole > 0 && thread < threads; ++thread) add_job(job, 0, 1, thread);
     if (whole > 0) {
-      phases_.push_back({nullptr, whole, [this](int64_t problem, int64_t thread) {
+      phases_.push_back({whole, [this, of_each](int64_t problem, int64_t thread) {
                            Job& own = jobs_[thread];
                            own.first_problem = problem;
                            std::vector<Phase> phases;
-                           add_phases(phases, own, 1, losses_of(own));
+                           const int64_t least = pieces_for(of_each, 1);
+                           add_phases(phases, own, least, least, losses_of(own));
                            share(phases, 1);
                          }});
     }
     for (int64_t first = whole; first < problems; first += at_once) {
       const Job& one = add_job(job, first, std::min(at_once, problems - first), 0);
-      add_phases(phases_, one, threads, losses_of(one));
+      const int64_t least = pieces_for(of_each * static_cast<double>(one.problems), threads);
+      add_phases(phases_, one, least, std::max(apply_pieces(job.length, threads), least), losses_of(one));
     }
   }
 
@@ -120,148 +125,110 @@ class PanelWork {
     Job& added = jobs_.emplace_back(job);
     added.first_problem = first_problem;
     added.problems = problems;
-    added.memory = reinterpret_cast<decltype(job.memory)>(static_cast<char*>(memory_.data_ptr()) + place * bytes_);
+    added.memory = reinterpret_cast<decltype(job.memory)>(memory_ + place * bytes_);
     return added;
   }
 
   double* losses_of(const Job& job) { return partial_.data() + job.first_problem * pairs_; }
 
   const int64_t threads_, bytes_, pairs_;
-  at::Tensor memory_;
+  char* memory_;
   std::vector<Job> jobs_;  // of each thread, if problems stay whole, then those that all share
   std::vector<Phase> phases_;
   std::vector<double> partial_;  // losses of all problems, one per pair of panels
 };
 
-// One loss per weight, of which each has so many problems; `products`: gram's multiply-adds, and how many of them are
-// too few for another thread.
-template <typename Job, typename Constant>
-std::vector<double> losses_on_panels(const Job& job, int64_t weights, int64_t groups, int64_t products, int64_t few,
-                                     const Constant& constant) {
+// `products`: gram's multiply-adds, of which `few` are not worth another thread.
+template <typename S, typename T, typename Job>
+void execute_job(const Job& job, const BilinearPlan& plan, const Call& call, const Operands<S, T>& operands,
+                 int64_t products, int64_t few) {
   const double seconds = 3 * static_cast<double>(products) / kProductRate;  // apply has twice as many
-  PanelWork<Job> work(job, weights * groups, products < few ? 1 : threads_for(seconds));
+  PanelWork<Job> work(job, call, operands.count * plan.groups, products < few ? 1 : threads_for(seconds), seconds);
   work.execute();
-  std::vector<double> losses(weights, 0.0);
-  for (int64_t problem = 0; problem < weights * groups; ++problem) losses[problem / groups] += work.loss(problem);
-  for (int64_t w = 0; w < weights; ++w) losses[w] += constant(w);
-  return losses;
+  for (int64_t w = 0; w < operands.count; ++w) {
+    double loss = 0;
+    for (int64_t group = 0; group < plan.groups; ++group) loss += work.loss(w * plan.groups + group);
+    call.store_loss(w, loss + operands.targets.constant(w, plan.offset));
+  }
 }
 
 template <typename S, typename T>
-std::vector<double> execute_panels(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads,
-                                   const std::vector<BlockView<T>>& blocks, const Epilogue& epilogue) {
-  const Stacked<const S> stacked(weights);
-  const Stacked<S> stacked_grads(grads, !epilogue.targets.empty());
-  const int64_t count = static_cast<int64_t>(weights.size()), channels = weights[0].size(1);
-  const GroupTargets<S, T> targets(plan.target, stacked.view(), count, plan.groups, channels);
-  const GroupFactors<T> factors(epilogue, plan.groups);
+void execute_panels(const BilinearPlan& plan, const Call& call) {
+  const Operands<S, T> operands(call, plan.target, plan.groups);
+  const std::vector<BlockView<T>> blocks = blocks_of<T>(plan, call.bucket);
   const int64_t width = panel_stages<S, T>().width;
-  const PanelJob<S, T> job(plan, blocks, stacked.view(), stacked_grads.view(), targets.view(), factors.view(), channels,
-                           width);
-  const int64_t products = count * plan.groups * job.gram_items * width * job.side * job.length;
-  return losses_on_panels(job, count, plan.groups, products, kLaneProducts * width,
-                          [&](int64_t weight) { return targets.constant(weight, plan.offset); });
+  const PanelJob<S, T> job(plan, blocks, operands.weight, operands.grad, operands.targets.view(),
+                           operands.factors.view(), operands.channels, width);
+  const int64_t products = operands.count * plan.groups * job.gram_items * width * job.side * job.length;
+  execute_job<S, T>(job, plan, call, operands, products, kLaneProducts * width);
 }
 
 template <typename S, typename T>
-std::vector<double> execute_flat(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads,
-                                 const Epilogue& epilogue) {
-  const Stacked<const S> stacked(weights);
-  const Stacked<S> stacked_grads(grads, !epilogue.targets.empty());
-  const int64_t count = static_cast<int64_t>(weights.size()), columns = weights[0].numel() / weights[0].size(0);
-  const WeightView<const S> matrix = flattened(stacked.view(), weights[0]);
-  const WeightView<S> grad = grads.empty() ? stacked_grads.view() : flattened(stacked_grads.view(), grads[0]);
-  const GroupTargets<S, T> targets(plan.target, matrix, count, plan.groups, columns);
-  const GroupFactors<T> factors(epilogue, plan.groups);
+void execute_flat(const BilinearPlan& plan, const Call& call) {
+  const Operands<S, T> operands(call, plan.target, plan.groups, true);
   const FlatStages<S, T>& stages = flat_stages<S, T>();
-  const FlatJob<S, T> job(plan, matrix, grad, targets.view(), factors.view(), columns, stages.width, stages.depth);
-  const int64_t products = count * plan.groups * job.side * job.side * job.length / 2;
-  return losses_on_panels(job, count, plan.groups, products, kFlatLaneProducts * stages.width,
-                          [&](int64_t weight) { return targets.constant(weight, plan.offset); });
+  const FlatJob<S, T> job(plan, operands.weight, operands.grad, operands.targets.view(), operands.factors.view(),
+                          operands.channels, stages.width, stages.depth);
+  const int64_t products = operands.count * plan.groups * job.side * job.side * job.length / 2;
+  execute_job<S, T>(job, plan, call, operands, products, kFlatLaneProducts * stages.width);
 }
 
 // Whether a plan of lag 0 alone is executed on panels.
-bool fits_flat(const LoweredPlan& plan, const at::Tensor& weight, at::TensorList grads, int64_t width) {
-  const std::vector<int64_t> axes = filter_axes(weight);
-  if (!panels_allowed || width == 0 || !is_matrix(weight, axes) || (!grads.empty() && !is_matrix(grads[0], axes))) {
-    return false;
+bool fits_flat(const BilinearPlan& plan, const Call& call, int64_t width) {
+  const Layout& weights = call.bucket.weights;
+  if (!panels_allowed || !is_matrix(weights) || (call.with_grad() && !is_matrix(call.bucket.grads))) return false;
+  return 2 * (plan.column ? weights.elements() / weights.rows() : weights.rows() / plan.groups) >= width;
+}
+
+template <typename S, typename T>
+void execute_bilinear(const BilinearPlan& plan, const Call& call) {
+  const Layout& weights = call.bucket.weights;
+  if (plan.flat && fits_flat(plan, call, panel_stages<S, T>().width)) {
+    execute_flat<S, T>(plan, call);
+  } else if (fits_panels(panel_stages<S, T>(), plan, weights.rows() / plan.groups, weights.channels())) {
+    execute_panels<S, T>(plan, call);
+  } else {
+    Device<S, T> device(plan, call);
+    Pipeline<S, T, Device<S, T>> pipeline(device, plan, call.read<S>(), call.written<S>(), call.epilogue.adds);
+    pipeline.execute(call.workspace.take(pipeline.workspace_bytes()));
+    device.store_losses(call);
   }
-  const int64_t side = plan.column ? weight.numel() / weight.size(0) : weight.size(0) / plan.groups;
-  return 2 * side >= width && (side <= kMiddlingSide || at::get_num_threads() <= kFewThreads);
 }
 
-LossesAndGrads execute_plan(at::TensorList weights, const LoweredPlan& plan, const at::Tensor& tables,
-                            const at::Tensor& constants, bool with_grad, const Epilogue& epilogue) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
-  dispatch(weights[0], [&]<typename S, typename T>() {
-    std::vector<double> values;
-    const int64_t rows = weights[0].size(0) / plan.groups, channels = weights[0].size(1);
-    if (plan.flat && fits_flat(plan, weights[0], grads, panel_stages<S, T>().width)) {
-      values = execute_flat<S, T>(plan, weights, grads, epilogue);
-    } else if (fits_panels(panel_stages<S, T>(), plan, rows, channels, at::get_num_threads())) {
-      values = execute_panels<S, T>(plan, weights, grads, blocks_of<T>(plan, tables, constants), epilogue);
-    } else {
-      Device<S, T> device(plan, weights, grads, tables, constants, epilogue);
-      Pipeline<S, T, Device<S, T>>(device, plan, weights, grads, !epilogue.targets.empty()).execute();
-      values = device.losses();
-    }
-    for (size_t w = 0; w < weights.size(); ++w) losses.push_back(loss_tensor(values[w], weights[w]));
-  });
-  if (!epilogue.targets.empty()) grads.clear();
-  return {std::move(losses), std::move(grads)};
-}
-
-LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad,
-                             const Epilogue& epilogue) {
-  const int64_t* numbers = tables.const_data_ptr<int64_t>();
+template <typename S, typename T>
+void execute_small(const SmallPlan& plan, const Call& call) {
+  const int64_t* numbers = call.bucket.tables;
   const TapPairs pairs{numbers + plan.left, numbers + plan.right, numbers + plan.lag_begin, plan.lags};
-  const int64_t groups = plan.groups;
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, groups, with_grad, epilogue);
-  const int64_t rows = weights[0].size(0) / groups, channels = weights[0].size(1);
+  const Operands<S, T> operands(call, plan.target, plan.groups);
+  const int64_t rows = operands.rows, channels = operands.channels, items = (plan.groups + kLanes - 1) / kLanes;
   const int64_t work = 3 * kLanes * rows * rows * channels * plan.pairs;
-  dispatch(weights[0], [&]<typename S, typename T>() {
-    const GroupFactors<T> factors(epilogue, groups);
-    struct Layer {
-      Stacked<const S> weight;
-      Stacked<S> grad;
-      GroupTargets<S, T> targets;
-    };
-    std::vector<Layer> layers;
-    for (size_t w = 0; w < weights.size(); ++w) {
-      Stacked<const S> weight(weights.slice(w, 1));
-      Stacked<S> grad(at::TensorList(grads).slice(with_grad ? w : 0, with_grad ? 1 : 0), !epilogue.targets.empty());
-      GroupTargets<S, T> targets(plan.target, weight.view(), 1, groups, channels);
-      layers.push_back({std::move(weight), std::move(grad), std::move(targets)});
-    }
-    const int64_t items = (groups + kLanes - 1) / kLanes, count = static_cast<int64_t>(layers.size());
-    const std::vector<double> partial = each_item(count * items, grain(work), [&](int64_t i) {
-      const Layer& layer = layers[i / items];
-      return weight_stages<S, T>().small(layer.weight.view(), layer.grad.view(), pairs, layer.targets.view(),
-                                         factors.view().from(i / items), groups, rows, channels, i % items);
-    });
-    for (int64_t w = 0; w < count; ++w) {
-      const auto first = partial.begin() + w * items;
-      losses.push_back(loss_tensor(std::accumulate(first, first + items, 0.0), weights[w]));
-    }
+  const std::vector<double> partial = each_item(operands.count * items, work, [&](int64_t i) {
+    const int64_t w = i / items;
+    return stages<S, T>().small(operands.weight.from(w), operands.grad.from(w), pairs,
+                                operands.targets.view().from(w * plan.groups), operands.factors.view().from(w),
+                                plan.groups, rows, channels, i % items);
   });
-  if (!epilogue.targets.empty()) grads.clear();
-  return {std::move(losses), std::move(grads)};
+  for (int64_t w = 0; w < operands.count; ++w) {
+    call.store_loss(w, std::accumulate(partial.begin() + w * items, partial.begin() + (w + 1) * items, 0.0));
+  }
 }
 
-LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad,
-                       const std::optional<at::Tensor>& factors, at::IntArrayRef places, double factor, bool per_target,
-                       at::TensorList targets) {
-  const Epilogue epilogue{factors, places, factor, per_target, targets};
-  if (plan->fourier) return execute_fourier(weights, *plan->fourier, plan->constants, with_grad, epilogue);
-  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad, epilogue)
-                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad, epilogue);
+void execute(const BilinearPlan& plan, const Call& call) {
+  dispatch(call.bucket.type, [&]<typename S, typename T>() { execute_bilinear<S, T>(plan, call); });
 }
+
+void execute(const SmallPlan& plan, const Call& call) {
+  dispatch(call.bucket.type, [&]<typename S, typename T>() { execute_small<S, T>(plan, call); });
+}
+
+void execute(const FourierPlan& plan, const Call& call) { execute_fourier(plan, call); }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ocnn_fused, CPU, m) {
-  register_plan_type();
-  m.impl("execute", execute);
+void execute(const Call& call) {
+  const SignalWatch watch;
+  if (poisons) std::memset(call.workspace.memory, kPoison, call.workspace.bytes);
+  std::visit([&](const auto& plan) { execute(plan, call); }, call.bucket.plan);
 }
 
 }  // namespace ocnn_fused::cpu

@@ -13,7 +13,7 @@ namespace ocnn_fused::cpu {
 template <typename S, typename T>
 struct FlatJob {
   // Weight and gradient are matrices of `columns`: they have one tap. Sums are added up in stretches of `depth` terms.
-  FlatJob(const LoweredPlan& plan, const WeightView<const S>& weight, const WeightView<S>& grad,
+  FlatJob(const BilinearPlan& plan, const WeightView<const S>& weight, const WeightView<S>& grad,
           const Targets<T>& targets, const Factors<T>& factors, int64_t columns, int64_t width, int64_t depth)
       : weight(weight),
         grad(grad),
@@ -51,15 +51,15 @@ struct FlatJob {
 // As PanelStages; a chunk is given by its first step.
 template <typename S, typename T>
 struct FlatStages {
-  int64_t width = 0, depth = 0;
+  int64_t width, depth;
   // A chunk of the weight in panels; items: panels.
-  void (*load)(const FlatJob<S, T>&, int64_t step, int64_t begin, int64_t end) = nullptr;
+  void (*load)(const FlatJob<S, T>&, int64_t step, int64_t begin, int64_t end);
   // What the chunk adds to X; items: see SliceProduct.
-  void (*gram)(const FlatJob<S, T>&, int64_t step, int64_t begin, int64_t end) = nullptr;
+  void (*gram)(const FlatJob<S, T>&, int64_t step, int64_t begin, int64_t end);
   // Y in place of X; items: pairs of panels. Writes one loss per item.
-  void (*mix)(const FlatJob<S, T>&, int64_t begin, int64_t end, double* losses) = nullptr;
+  void (*mix)(const FlatJob<S, T>&, int64_t begin, int64_t end, double* losses);
   // dK; items: steps of the contraction.
-  void (*apply)(const FlatJob<S, T>&, int64_t begin, int64_t end) = nullptr;
+  void (*apply)(const FlatJob<S, T>&, int64_t begin, int64_t end);
 };
 
 template <typename S, typename T>

@@ -1,7 +1,5 @@
 #include "fourier.h"
 
-#include <ATen/record_function.h>
-
 #include <algorithm>
 #include <functional>
 #include <numeric>
@@ -129,104 +127,118 @@ std::vector<FourierPiece> pieces_of(const FourierPlan& plan, int64_t rows, int64
   return result;
 }
 
-// One loss per tile of every problem, times the number of points.
-template <typename S, typename T>
-std::vector<double> execute_piece(const FourierJob<S, T>& job, int64_t problems) {
-  const FourierStages<S, T>& stages = fourier_stages<S, T>();
-  const int64_t tile_work = 6 * job.side * job.side * job.length * stages.width;
-  const int64_t batch_work = 4 * job.batch * job.taps * job.last_taps;
-  const int64_t work = job.tiles * tile_work + 2 * job.batches() * batch_work;
-  const int64_t threads = at::get_num_threads();
-  // Many problems, or small ones, are not divided: each stays in the caches of one thread, from the first stage to the
-  // last.
-  const bool undivided = problems >= 2 * threads || problems * work < kThreadWork;
-  const int64_t slots = undivided ? std::min(threads, problems) : 1;
-  const at::Tensor workspace = workspace_of_thread(slots * job.memory() * static_cast<int64_t>(sizeof(T)));
-  T* const memory = static_cast<T*>(workspace.data_ptr());
-  std::vector<double> losses(problems * job.tiles);
-  const auto parallel = [](const char* name, int64_t items, int64_t grain, const auto& stage) {
-    RECORD_FUNCTION(name, {});
-    at::parallel_for(0, items, grain, stage);
-  };
-  if (undivided) {
-    parallel("ocnn_fused::evaluate+gram+apply+gather", problems, grain(work), [&](int64_t begin, int64_t end) {
-      T* const own = memory + at::get_thread_num() * job.memory();
-      for (int64_t problem = begin; problem < end; ++problem) {
-        stages.evaluate(job, problem, own, 0, job.batches());
-        stages.multiply(job, problem, own, 0, job.tiles, losses.data() + problem * job.tiles);
-        if (job.with_grad()) stages.gather(job, problem, own, 0, job.batches());
-      }
-    });
-    return losses;
-  }
-  for (int64_t problem = 0; problem < problems; ++problem) {
-    parallel("ocnn_fused::evaluate", job.batches(), grain(batch_work),
-             [&](int64_t begin, int64_t end) { stages.evaluate(job, problem, memory, begin, end); });
-    parallel("ocnn_fused::gram+apply", job.tiles, grain(tile_work), [&](int64_t begin, int64_t end) {
-      stages.multiply(job, problem, memory, begin, end, losses.data() + problem * job.tiles);
-    });
-    if (!job.with_grad()) continue;
-    parallel("ocnn_fused::gather", job.batches(), grain(batch_work),
-             [&](int64_t begin, int64_t end) { stages.gather(job, problem, memory, begin, end); });
-  }
-  return losses;
+// Whether problems are not divided, but stay in the caches of one thread from the first stage to the last: many, or
+// small ones.
+bool undivided(int64_t problems, int64_t work, int64_t threads) {
+  const bool is_long = static_cast<double>(work) > kElementwiseRate * kLongestPiece;
+  return !is_long && (problems >= 2 * threads || problems * work < kThreadWork);
 }
 
-// One loss per weight.
+// One piece of the frequencies of all problems.
 template <typename S, typename T>
-std::vector<double> execute(const FourierPlan& plan, const at::Tensor& constants, at::TensorList weights,
-                            at::TensorList grads, const Epilogue& epilogue) {
-  const Stacked<const S> stacked(weights);
-  const Stacked<S> stacked_grads(grads, !epilogue.targets.empty());
-  const int64_t count = static_cast<int64_t>(weights.size()), channels = weights[0].size(1);
-  const int64_t rows = weights[0].size(0) / plan.groups, problems = count * plan.groups;
-  const std::vector<int64_t> sources = sources_of(plan, weights[0].sizes().slice(2).vec());
+class FourierWork {
+ public:
+  FourierWork(const FourierJob<S, T>& job, int64_t problems)
+      : job_(job),
+        problems_(problems),
+        tile_work_(6 * job.side * job.side * job.length * fourier_stages<S, T>().width),
+        batch_work_(4 * job.batch * job.taps * job.last_taps),
+        work_(job.tiles * tile_work_ + 2 * job.batches() * batch_work_),
+        threads_(threads_for(static_cast<double>(problems) * static_cast<double>(work_) / kElementwiseRate)),
+        undivided_(undivided(problems, work_, threads_)) {}
+
+  int64_t workspace_bytes() const {
+    return (undivided_ ? std::min(threads_, problems_) : 1) * job_.memory() * static_cast<int64_t>(sizeof(T));
+  }
+
+  // One loss per tile of every problem, times the number of points.
+  std::vector<double> execute(char* workspace) const {
+    const FourierStages<S, T>& stages = fourier_stages<S, T>();
+    T* const memory = reinterpret_cast<T*>(workspace);
+    std::vector<double> losses(problems_ * job_.tiles);
+    if (undivided_) {
+      const int64_t each = grain(work_), pieces = (problems_ + each - 1) / each;
+      const auto run = [&](int64_t piece, int64_t thread) {
+        T* const own = memory + thread * job_.memory();
+        for (int64_t problem = piece * each; problem < std::min((piece + 1) * each, problems_); ++problem) {
+          stages.evaluate(job_, problem, own, 0, job_.batches());
+          stages.multiply(job_, problem, own, 0, job_.tiles, losses.data() + problem * job_.tiles);
+          if (job_.with_grad()) stages.gather(job_, problem, own, 0, job_.batches());
+        }
+      };
+      share({{pieces, run}}, std::min(threads_, pieces));
+      return losses;
+    }
+    for (int64_t problem = 0; problem < problems_; ++problem) {
+      share_items(job_.batches(), batch_work_,
+                  [&](int64_t begin, int64_t end) { stages.evaluate(job_, problem, memory, begin, end); });
+      share_items(job_.tiles, tile_work_, [&](int64_t begin, int64_t end) {
+        stages.multiply(job_, problem, memory, begin, end, losses.data() + problem * job_.tiles);
+      });
+      if (!job_.with_grad()) continue;
+      share_items(job_.batches(), batch_work_,
+                  [&](int64_t begin, int64_t end) { stages.gather(job_, problem, memory, begin, end); });
+    }
+    return losses;
+  }
+
+ private:
+  const FourierJob<S, T>& job_;
+  const int64_t problems_, tile_work_, batch_work_, work_, threads_;
+  const bool undivided_;
+};
+
+template <typename S, typename T>
+void execute(const FourierPlan& plan, const Call& call) {
+  const Operands<S, T> operands(call, plan.target, plan.groups);
+  const int64_t count = operands.count, channels = operands.channels, rows = operands.rows;
+  const int64_t problems = count * plan.groups;
+  const std::vector<int64_t>& sizes = call.bucket.weights.sizes;
+  const std::vector<int64_t> sources = sources_of(plan, {sizes.begin() + 2, sizes.end()});
   int64_t points = 1, taps = 1;
   for (const FourierPlanAxis& axis : plan.axes) {
     taps *= axis.class_taps();
     points *= 2 * axis.class_taps() - 1;
   }
   const int64_t residues = static_cast<int64_t>(sources.size()) / taps;
-  const GroupTargets<S, T> targets(plan.target, stacked.view(), count, plan.groups, channels);
-  const std::vector<T> diagonal =
-      diagonal_of<S, T>(targets, stacked.view(), problems, plan.column ? channels * residues : rows, channels);
-  const GroupFactors<T> of_groups(epilogue, plan.groups);
+  const std::vector<T> diagonal = diagonal_of<S, T>(operands.targets, operands.weight, problems,
+                                                    plan.column ? channels * residues : rows, channels);
   std::vector<T> factors;
-  for (int64_t p = 0; p < problems; ++p) factors.push_back(of_groups.view().at(p, targets.view().at(p)));
+  for (int64_t p = 0; p < problems; ++p) {
+    factors.push_back(operands.factors.view().at(p, operands.targets.view().at(p)));
+  }
   std::vector<FourierPiece> pieces = pieces_of<S, T>(plan, rows, channels, points, taps, residues);
   // Where gradients go into the weights themselves, a second piece would read what the first has written.
-  for (size_t w = 0; w < grads.size(); ++w) {
-    if (weights[w].is_alias_of(grads[w])) pieces = {FourierPiece{0, pieces.back().end}};
-  }
-  std::vector<double> losses(count, 0.0);
+  if (overlap(call.weights, call.grads)) pieces = {FourierPiece{0, pieces.back().end}};
+  std::vector<FourierJob<S, T>> jobs;
   for (const FourierPiece& piece : pieces) {
-    FourierJob<S, T> job(plan, piece, constants.const_data_ptr<T>(), stacked.view(), stacked_grads.view(), sources,
-                         channels, fourier_stages<S, T>().width);
+    FourierJob<S, T>& job =
+        jobs.emplace_back(plan, piece, static_cast<const T*>(call.bucket.constants), operands.weight, operands.grad,
+                          sources, channels, fourier_stages<S, T>().width);
     job.factors = factors.data();
     job.diagonal = diagonal.data();
-    const std::vector<double> partial = execute_piece(job, problems);
+  }
+  std::vector<FourierWork<S, T>> works;
+  int64_t bytes = 0;
+  for (const FourierJob<S, T>& job : jobs) bytes = std::max(bytes, works.emplace_back(job, problems).workspace_bytes());
+  char* const workspace = call.workspace.take(bytes);
+  std::vector<double> losses(count, 0.0);
+  for (size_t p = 0; p < works.size(); ++p) {
+    const std::vector<double> partial = works[p].execute(workspace);
+    const int64_t each = plan.groups * jobs[p].tiles;
     for (int64_t w = 0; w < count; ++w) {
-      const auto first = partial.begin() + w * plan.groups * job.tiles;
-      losses[w] += std::accumulate(first, first + plan.groups * job.tiles, 0.0);
+      losses[w] += std::accumulate(partial.begin() + w * each, partial.begin() + (w + 1) * each, 0.0);
     }
   }
   for (int64_t w = 0; w < count; ++w) {
-    losses[w] = losses[w] / static_cast<double>(points) + targets.constant(w, plan.offset);
+    call.store_loss(w, losses[w] / static_cast<double>(points) + operands.targets.constant(w, plan.offset));
   }
-  return losses;
 }
 
 }  // namespace
 
-LossesAndGrads execute_fourier(at::TensorList weights, const FourierPlan& plan, const at::Tensor& constants,
-                               bool with_grad, const Epilogue& epilogue) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
-  dispatch(weights[0], [&]<typename S, typename T>() {
-    const std::vector<double> values = execute<S, T>(plan, constants, weights, grads, epilogue);
-    for (size_t w = 0; w < weights.size(); ++w) losses.push_back(loss_tensor(values[w], weights[w]));
-  });
-  if (!epilogue.targets.empty()) grads.clear();
-  return {std::move(losses), std::move(grads)};
+void execute_fourier(const FourierPlan& plan, const Call& call) {
+  dispatch(call.bucket.type, [&]<typename S, typename T>() { execute<S, T>(plan, call); });
 }
 
 }  // namespace ocnn_fused::cpu

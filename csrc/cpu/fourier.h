@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "../call.h"
 #include "stages.h"
 
 namespace ocnn_fused::cpu {
@@ -70,7 +71,7 @@ struct FourierStages {
 template <typename S, typename T>
 const FourierStages<S, T>& fourier_stages();
 
-LossesAndGrads execute_fourier(at::TensorList weights, const FourierPlan& plan, const at::Tensor& constants,
-                               bool with_grad, const Epilogue& epilogue);
+// See execute.h.
+void execute_fourier(const FourierPlan& plan, const Call& call);
 
 }  // namespace ocnn_fused::cpu

@@ -10,16 +10,10 @@
 #include <numeric>
 #include <vector>
 
-#include "panel_switch.h"
 #include "stages.h"
 
 namespace ocnn_fused::cpu {
 
-// Sides of Gram matrices up to which panels are always better than a BLAS.
-constexpr int64_t kMiddlingSide = 256;
-// In gram every thread makes the planes that it multiplies. If many threads share few products that is more work and
-// memory than a BLAS takes: sides above the middling are then left to it.
-constexpr int64_t kFewThreads = 8;
 // Elements of planes in the chunk that a thread works on: 768 KB, which a core's own cache holds beside what they are
 // multiplied with. Large layers take more, which the cores' common cache holds.
 template <typename T>
@@ -84,7 +78,7 @@ inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLan
 // Problems, each a group of a weight, that are worked on together, and their memory.
 template <typename S, typename T>
 struct PanelJob {
-  PanelJob(const LoweredPlan& plan, const std::vector<BlockView<T>>& blocks, const WeightView<const S>& weight,
+  PanelJob(const BilinearPlan& plan, const std::vector<BlockView<T>>& blocks, const WeightView<const S>& weight,
            const WeightView<S>& grad, const Targets<T>& targets, const Factors<T>& factors, int64_t channels,
            int64_t width)
       : weight(weight),
@@ -142,15 +136,15 @@ struct PanelJob {
 // Work is given as ranges of items, for callers to split over threads: those of all problems, one after the other.
 template <typename S, typename T>
 struct PanelStages {
-  int64_t width = 0;  // of a panel; 0: this machine has no such stages
+  int64_t width;  // of a panel
   // The weight's taps in panels; items: panels.
-  void (*load)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
+  void (*load)(const PanelJob<S, T>&, int64_t begin, int64_t end);
   // Planes V and X of all products; items: see SliceProduct.
-  void (*gram)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
+  void (*gram)(const PanelJob<S, T>&, int64_t begin, int64_t end);
   // Y in place of X, and its transpose; items: pairs of panels. Writes one loss per item.
-  void (*mix)(const PanelJob<S, T>&, int64_t begin, int64_t end, double* losses) = nullptr;
+  void (*mix)(const PanelJob<S, T>&, int64_t begin, int64_t end, double* losses);
   // Planes V, their gradients G and dK; items: steps of the contraction, for one residue.
-  void (*apply)(const PanelJob<S, T>&, int64_t begin, int64_t end) = nullptr;
+  void (*apply)(const PanelJob<S, T>&, int64_t begin, int64_t end);
 };
 
 template <typename S, typename T>
@@ -158,16 +152,14 @@ const PanelStages<S, T>& panel_stages();
 
 // Whether a plan for weights of this many rows and channels per group is executed by these stages.
 template <typename S, typename T>
-bool fits_panels(const PanelStages<S, T>& stages, const LoweredPlan& plan, int64_t rows, int64_t channels,
-                 int64_t threads) {
-  if (!panels_allowed || stages.width == 0 || plan.diagonal() || plan.flat) return false;
+bool fits_panels(const PanelStages<S, T>& stages, const BilinearPlan& plan, int64_t rows, int64_t channels) {
+  if (!panels_allowed || plan.diagonal() || plan.flat) return false;
   if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
   for (const PlanBlock& block : plan.blocks) {
     if (block.outputs != block.planes) return false;
   }
   const int64_t side = plan.column ? channels : rows;
-  if (2 * side < stages.width) return false;  // most lanes would be idle
-  return side <= kMiddlingSide || threads <= kFewThreads;
+  return 2 * side >= stages.width;  // else most lanes would be idle
 }
 
 }  // namespace ocnn_fused::cpu

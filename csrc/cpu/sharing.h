@@ -1,9 +1,9 @@
 // Work that a few threads share out piece by piece, in phases, so that the threads meet once per job and not once per
-// phase. Without torch, so that it can be tested alone.
+// phase. It includes nothing of ours, so that it can be tested alone.
 //
 // Nobody is assigned a piece: whoever is free takes the next. A thread that has no core, because another process is on
 // it, then holds up nobody, unless it lost the core in the middle of a piece, or until the threads meet at the end.
-// That costs a time slice of the scheduler, several milliseconds, so Company remembers it and works alone for a while.
+// That costs a time slice of the scheduler, several milliseconds, so Backoff remembers it and works alone for a while.
 #pragma once
 
 #include <algorithm>
@@ -28,13 +28,12 @@ using Seconds = std::chrono::duration<double>;
 
 // Pieces of a phase may be done in any order and by any thread. Phases come one after the other.
 struct Phase {
-  const char* name;  // for a profiler, or null
   int64_t pieces;
   std::function<void(int64_t piece, int64_t thread)> run;
 };
 
 // What the caller's helpers were good for, in seconds.
-struct Help {
+struct HelperStats {
   double done = 0;    // how long the caller would have taken for their pieces
   double waited = 0;  // how long the caller waited for them
 };
@@ -43,17 +42,17 @@ struct Help {
 //
 // Where they cost more than they help, they are left out for twice as long as was lost, and for longer each time that
 // this soon happens again: what is lost in all is a small share of the time, whatever else the machine does.
-class Company {
+class Backoff {
  public:
   // For work that is done in so many seconds without them.
   bool is_wanted(Clock::time_point now, double seconds) const { return now + duration(seconds) >= alone_until_; }
 
-  void judge(const Help& help, Clock::time_point now) {
-    const double lost = help.waited - help.done;
+  void judge(const HelperStats& stats, Clock::time_point now) {
+    const double lost = stats.waited - stats.done;
     if (lost < kNothing) return;
     const bool again = now < alone_until_ + duration(kSoon * alone_);
-    patience_ = again ? std::min(2 * patience_, kMost) : kFirst;
-    alone_ = std::min(patience_ * lost, kLongest);
+    factor_ = again ? std::min(2 * factor_, kMost) : kFirst;
+    alone_ = std::min(factor_ * lost, kLongest);
     alone_until_ = now + duration(alone_);
   }
 
@@ -64,7 +63,7 @@ class Company {
 
   static constexpr double kNothing = 50e-6;  // seconds: waking a thread takes about as long
   static constexpr double kFirst = 2, kMost = 64, kSoon = 4, kLongest = 0.25;
-  double patience_ = kFirst;
+  double factor_ = kFirst;
   double alone_ = 0;  // seconds, the last time
   Clock::time_point alone_until_{};
 };
@@ -73,7 +72,7 @@ inline double since(Clock::time_point start) { return Seconds(Clock::now() - sta
 
 // How a thread waits for the others. A piece takes them no longer than us; if it does, or if nobody comes, they may be
 // waiting for our core.
-class Patience {
+class SpinWait {
  public:
   // Another of our pieces took so many seconds.
   void expect(double seconds) { longest_ = std::max(longest_, seconds); }
@@ -106,50 +105,50 @@ class Patience {
 // One job's phases while threads work on them.
 class Sharing {
  public:
-  Sharing(const std::vector<Phase>& phases, int64_t threads) : phases_(phases), threads_(threads) {
+  // The caller runs `between_pieces`, which may throw, before each of its pieces.
+  Sharing(const std::vector<Phase>& phases, int64_t threads, void (*between_pieces)())
+      : phases_(phases), threads_(threads), between_pieces_(between_pieces) {
     for (size_t p = 0; p < phases.size(); ++p) progress_.emplace_back(threads);
   }
 
-  // Thread 0, the caller, takes part until all pieces are done and every thread is there. Watch(name) is alive while it
-  // is in a phase. Who comes may stand for several threads, if there are fewer than was said.
-  template <typename Watch>
+  // Thread 0, the caller, takes part until all pieces are done and every thread is there. A thread may stand for several,
+  // if fewer come than were announced.
   void call(int64_t stands_for) {
     arrived_.fetch_add(stands_for, std::memory_order_relaxed);
-    Patience patience;
+    SpinWait spin;
     for (size_t p = 0; p < phases_.size(); ++p) {
-      [[maybe_unused]] const Watch watch(phases_[p].name);
       const auto [mine, each] = take(p, 0);
-      patience.expect(each);
+      spin.expect(each);
       const auto start = Clock::now();
-      patience.wait([&] { return is_done(p); });
+      spin.wait([&] { return is_done(p); });
       const double waited = since(start);
-      help_.waited += waited;
-      help_.done += mine > 0 ? each * static_cast<double>(phases_[p].pieces - mine) : waited;
+      stats_.waited += waited;
+      stats_.done += mine > 0 ? each * static_cast<double>(phases_[p].pieces - mine) : waited;
     }
     finished_ = Clock::now();
-    patience.wait([&] { return arrived_.load(std::memory_order_relaxed) >= threads_; });
+    spin.wait([&] { return arrived_.load(std::memory_order_relaxed) >= threads_; });
   }
 
   // Any other thread takes part. It need not come before everything is done.
   void help(int64_t thread, int64_t stands_for) {
     arrived_.fetch_add(stands_for, std::memory_order_relaxed);
-    Patience patience;
+    SpinWait spin;
     for (size_t p = 0; p < phases_.size(); ++p) {
-      patience.expect(take(p, thread).each);
-      if (p + 1 < phases_.size()) patience.wait([&] { return is_done(p); });
+      spin.expect(take(p, thread).each);
+      if (p + 1 < phases_.size()) spin.wait([&] { return is_done(p); });
     }
   }
 
   // After all threads have returned: throws what a piece has thrown, else says what the helpers were good for.
-  Help result() const {
+  HelperStats result() const {
     if (error_) std::rethrow_exception(error_);
-    Help help = help_;
-    help.waited += since(finished_);
-    return help;
+    HelperStats stats = stats_;
+    stats.waited += since(finished_);
+    return stats;
   }
 
  private:
-  // Of a phase.
+  // How far a phase is.
   struct Progress {
     explicit Progress(int64_t threads) : shares(threads) {}
     struct alignas(64) Share {
@@ -184,7 +183,9 @@ class Sharing {
 
   void run(size_t p, int64_t piece, int64_t thread) {
     try {
-      if (!failed_.load(std::memory_order_relaxed)) phases_[p].run(piece, thread);
+      const bool wanted = !failed_.load(std::memory_order_relaxed);
+      if (wanted && thread == 0) between_pieces_();
+      if (wanted) phases_[p].run(piece, thread);
     } catch (...) {
       if (!failed_.exchange(true)) error_ = std::current_exception();
     }
@@ -195,12 +196,13 @@ class Sharing {
 
   const std::vector<Phase>& phases_;
   const int64_t threads_;
+  void (*const between_pieces_)();
   std::deque<Progress> progress_;  // of the phases
   std::atomic<int64_t> arrived_{0};
   std::atomic<bool> failed_{false};
   std::exception_ptr error_;  // of the first piece that failed
   // The caller's.
-  Help help_;
+  HelperStats stats_;
   Clock::time_point finished_{};
 };
 

@@ -1,73 +1,47 @@
-// Compiles the stages for every supported instruction set and picks one as ATen does.
+// The stages of bilinear and small plans; compiled once per instruction set, see target.h.
 #include "stages.h"
 
-#include <ATen/Context.h>
-#include <ATen/Version.h>
-#include <c10/util/BFloat16.h>
-#include <c10/util/Half.h>
+#include "mix.h"
+#include "panel_apply.h"
+#include "panel_flat.h"
+#include "panel_gram.h"
+#include "panel_mix.h"
+#include "small.h"
+#include "strided.h"
+#include "strips.h"
 
-#include <algorithm>
-#include <cstring>
-#include <numeric>
-#include <optional>
-#include <string>
-#include <type_traits>
-#include <utility>
-#include <vector>
-
-#include "flat.h"
-
-namespace ocnn_fused::cpu {
-
-bool fills_undefined_memory() {
-  const auto& context = at::globalContext();
-  return context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory();
-}
-
-int64_t vector_bytes() {
-  static const int64_t answer = [] {
-    const std::string capability = at::get_cpu_capability();
-    return capability.rfind("AVX512", 0) == 0 ? 64 : capability == "AVX2" ? 32 : 16;
-  }();
-  return answer;
-}
-
-#define OCNN_FUSED_STAGES "stages.inl"
-#include "instruction_sets.inl"
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 template <typename S, typename T>
-const WeightStages<S, T>& weight_stages() {
-  return OCNN_FUSED_CHOOSE(kWeightStages, S, T);
-}
-
-template <typename T>
-const MixStage<T>& mix_stage() {
-  return OCNN_FUSED_CHOOSE(kMixStage, T);
+const Stages<S, T>& stages() {
+  static constexpr Stages<S, T> table{
+      Vector<T>::width, evaluate<S, T>, gather<S, T>, mix_tiles<T>, mix_row<T>, multiply_strips<T>, small<S, T>};
+  return table;
 }
 
 template <typename S, typename T>
 const PanelStages<S, T>& panel_stages() {
-  return OCNN_FUSED_CHOOSE(kPanelStages, S, T);
+  static constexpr PanelStages<S, T> table{Vector<T>::width, panel_load<S, T>, panel_gram<S, T>, panel_mix<S, T>,
+                                           panel_apply<S, T>};
+  return table;
 }
 
 template <typename S, typename T>
 const FlatStages<S, T>& flat_stages() {
-  return OCNN_FUSED_CHOOSE(kFlatStages, S, T);
+  static constexpr FlatStages<S, T> table{Vector<T>::width, kDepth,         flat_load<S, T>,
+                                          flat_gram<S, T>,  flat_mix<S, T>, flat_apply<S, T>};
+  return table;
 }
 
-template const WeightStages<float, float>& weight_stages<float, float>();
-template const WeightStages<double, double>& weight_stages<double, double>();
-template const WeightStages<c10::BFloat16, float>& weight_stages<c10::BFloat16, float>();
-template const WeightStages<c10::Half, float>& weight_stages<c10::Half, float>();
-template const PanelStages<float, float>& panel_stages<float, float>();
-template const PanelStages<double, double>& panel_stages<double, double>();
-template const PanelStages<c10::BFloat16, float>& panel_stages<c10::BFloat16, float>();
-template const PanelStages<c10::Half, float>& panel_stages<c10::Half, float>();
-template const FlatStages<float, float>& flat_stages<float, float>();
-template const FlatStages<double, double>& flat_stages<double, double>();
-template const FlatStages<c10::BFloat16, float>& flat_stages<c10::BFloat16, float>();
-template const FlatStages<c10::Half, float>& flat_stages<c10::Half, float>();
-template const MixStage<float>& mix_stage<float>();
-template const MixStage<double>& mix_stage<double>();
+#define OCNN_FUSED_INSTANTIATE(S, T)            \
+  template const Stages<S, T>& stages();        \
+  template const PanelStages<S, T>& panel_stages(); \
+  template const FlatStages<S, T>& flat_stages();
+OCNN_FUSED_INSTANTIATE(double, double)
+OCNN_FUSED_INSTANTIATE(float, float)
+OCNN_FUSED_INSTANTIATE(BFloat16, float)
+OCNN_FUSED_INSTANTIATE(Half, float)
 
-}  // namespace ocnn_fused::cpu
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

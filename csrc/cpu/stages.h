@@ -1,5 +1,5 @@
-// What the stages of a plan work on, and tables of their functions, compiled once per instruction set and chosen at run
-// time.
+// What the stages of a plan work on, and the table of their functions, which are compiled once per instruction set and
+// chosen at run time.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,10 @@
 #include <numeric>
 #include <vector>
 
-#include "../pipeline.h"
+#include "../numbers.h"
+#include "../plan.h"
+#include "../views.h"
+#include "switches.h"
 
 namespace ocnn_fused::cpu {
 
@@ -17,14 +20,6 @@ constexpr int64_t kLanes = 16;
 constexpr int64_t kStrip = 4 * kLanes;
 // Side of the square tiles that mix reads together with their mirror image.
 constexpr int64_t kTile = kLanes;
-
-// Whether the user asked torch to fill memory whose contents are undefined, to find out who reads it, and with what:
-// NaN in every floating type.
-bool fills_undefined_memory();
-constexpr int kUndefinedByte = 0xFF;
-
-// Of the instruction set to use: ATen's own answer, so that ATEN_CPU_CAPABILITY=default reaches us too.
-int64_t vector_bytes();
 
 // Weights K[row, channel, tap] of any strides, stacked: rows count on through all of them. tap_offsets maps a flat tap
 // index to an element offset.
@@ -39,6 +34,11 @@ struct WeightView {
   bool dense;  // tap_offsets[u] == u
   bool adds;   // what is written is added to what is there
   S* row(int64_t i) const { return data[i / rows] + i % rows * row_stride; }
+  WeightView from(int64_t weight) const {
+    WeightView view = *this;
+    if (data != nullptr) view.data += weight;
+    return view;
+  }
 };
 
 // A (points, span) matrix along one axis, whose rows 1, 2 | 3, 4 | ... are mirror images of each other, as the points
@@ -68,7 +68,7 @@ struct GridOutput {
   OutputKind kind;
 };
 
-// Of all blocks, one after the other.
+// The outputs of all blocks, one after the other.
 template <typename T>
 std::vector<GridOutput> grid_outputs(const std::vector<BlockView<T>>& blocks) {
   std::vector<GridOutput> all;
@@ -112,7 +112,7 @@ struct Strips {
   }
 };
 
-// Of the block that has most.
+// The largest number of residues of a block.
 template <typename T>
 int64_t most_residues(const std::vector<BlockView<T>>& blocks) {
   int64_t most = 1;
@@ -120,34 +120,39 @@ int64_t most_residues(const std::vector<BlockView<T>>& blocks) {
   return most;
 }
 
-// Stages that touch the weight. Ranges of work items let the caller split them over threads.
+// Columns of a product that are an item of its work: so many vectors, which fit the nearest cache for kDepth rows.
+constexpr int64_t kStripVectors = 3;
+inline int64_t product_strips(int64_t columns, int64_t width) {
+  return (columns + kStripVectors * width - 1) / (kStripVectors * width);
+}
+
+// The stages of the pipeline, and of small plans. Ranges of work items let the caller split them over threads.
 template <typename S, typename T>
-struct WeightStages {
+struct Stages {
+  int64_t width;  // of a vector
   // V = E K on strips [begin, end).
   void (*evaluate)(const WeightView<const S>&, const std::vector<BlockView<T>>&, const std::vector<Planes<T>>&,
                    const Window&, int64_t begin, int64_t end);
   // dK = E^T G on strips [begin, end).
   void (*gather)(const WeightView<S>&, const std::vector<BlockView<T>>&, const std::vector<Planes<T>>&, const Window&,
                  int64_t begin, int64_t end);
+  // R = mix(X) - a I and, in place of X, Y = 4 f mix^T(R), on tiles [begin, end) of one group's upper triangle of tiles
+  // and their mirror images; writes one loss per tile.
+  void (*mix)(const Outputs<T>&, const std::vector<BlockView<T>>&, int64_t all_lags, int64_t group, const Target<T>&,
+              const Wanted<T>&, int64_t begin, int64_t end, double* losses);
+  // The same where outputs are lags: row `row` of output `output`. Returns its loss.
+  double (*mix_row)(T* x, int64_t side, int64_t output, int64_t row, const Target<T>&, const Wanted<T>&);
+  // out = left right, or added to it, on items [begin, end): strips of columns, see
+  // product_strips, of all matrices.
+  void (*multiply)(const Matrices<T>& out, const Matrices<T>& left, const Matrices<T>& right, bool add, int64_t begin,
+                   int64_t end);
   // The whole pass for kLanes groups at once: the `item`-th of them; returns their loss; writes dK if grad.data is set.
   // `factors`: of the groups' gradients.
   double (*small)(const WeightView<const S>&, const WeightView<S>& grad, const TapPairs&, const Targets<T>&,
                   const Factors<T>& factors, int64_t groups, int64_t rows, int64_t channels, int64_t item);
 };
 
-template <typename T>
-struct MixStage {
-  // R = mix(X) - a I and, in place of X, Y = 4 f mix^T(R), on tiles [begin, end) of one group's upper triangle of tiles
-  // and their mirror images; writes one loss per tile.
-  void (*tiles)(const Outputs<T>&, const std::vector<BlockView<T>>&, int64_t all_lags, int64_t group, const Target<T>&,
-                const Wanted<T>&, int64_t begin, int64_t end, double* losses);
-  // The same where outputs are lags: row `row` of output `output`. Returns its loss.
-  double (*diagonal_row)(T* x, int64_t side, int64_t output, int64_t row, const Target<T>&, const Wanted<T>&);
-};
-
 template <typename S, typename T>
-const WeightStages<S, T>& weight_stages();
-template <typename T>
-const MixStage<T>& mix_stage();
+const Stages<S, T>& stages();
 
 }  // namespace ocnn_fused::cpu

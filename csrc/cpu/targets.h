@@ -1,6 +1,7 @@
 // What the diagonals of some weights are compared with, and what that adds to a loss of the column side.
 #pragma once
 
+#include <numeric>
 #include <vector>
 
 #include "tensors.h"
@@ -17,7 +18,7 @@ class GroupTargets {
     if (!view().are_free()) return;
     const int64_t rows = weight.rows / groups;
     std::vector<double> squares(weights * weight.rows);
-    share_items(weights * weight.rows, grain(channels * weight.taps), [&](int64_t begin, int64_t end) {
+    share_items(weights * weight.rows, channels * weight.taps, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) squares[i] = square_of(weight, i, channels);
     });
     for (auto row = squares.begin(); row != squares.end(); row += rows) {
@@ -27,7 +28,7 @@ class GroupTargets {
 
   Targets<T> view() const { return {rule_, of_groups_.empty() ? nullptr : of_groups_.data()}; }
 
-  // By which the loss of a weight differs from that of its rows; `offset` is the plan's.
+  // What the loss of a weight has beyond that of the side worked on; `offset` is the plan's.
   double constant(int64_t weight, int64_t offset) const {
     double squares = 0;
     for (int64_t group = 0; offset != 0 && group < groups_; ++group) {
@@ -61,6 +62,30 @@ class GroupTargets {
   const double rule_;
   const int64_t groups_;
   std::vector<T> of_groups_;
+};
+
+// What all stages of a call take: `flat` views of weights that are matrices have one row per filter.
+template <typename S, typename T>
+struct Operands {
+  Operands(const Call& call, double target, int64_t groups, bool flat = false)
+      : count(call.count()),
+        groups(groups),
+        rows(call.bucket.weights.rows() / groups),
+        channels(flat ? call.bucket.weights.elements() / call.bucket.weights.rows() : call.bucket.weights.channels()),
+        stacked_weights(call.read<S>()),
+        stacked_grads(call.written<S>(), call.epilogue.adds),
+        weight(flat ? flattened(stacked_weights.view(), call.bucket.weights) : stacked_weights.view()),
+        grad(flat && call.with_grad() ? flattened(stacked_grads.view(), call.bucket.grads) : stacked_grads.view()),
+        targets(target, weight, count, groups, channels),
+        factors(call.epilogue, call.bucket.places, groups) {}
+
+  const int64_t count, groups, rows, channels;  // weights; of each; per group
+  const Stacked<const S> stacked_weights;
+  const Stacked<S> stacked_grads;
+  const WeightView<const S> weight;
+  const WeightView<S> grad;  // no data: no gradient is wanted
+  const GroupTargets<S, T> targets;
+  const GroupFactors<T> factors;
 };
 
 }  // namespace ocnn_fused::cpu

@@ -1,4 +1,4 @@
-"""The compiled CPU backend (csrc/cpu): vectorised stages, and products of its own where they beat ATen's BLAS."""
+"""The compiled CPU backend (csrc/cpu): vectorised stages and matrix products."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import torch
 from .. import _extension
 from ..plan import AnyPlan, FourierPlan
 from ..problem import Precision
+from .compiled import prepare
 from .job import accumulation_dtype
-from .lowering import compile_call, fourier_constants
+from .lowering import fourier_constants
 
 # What two AVX2 cores do per second; only ratios matter for choosing a plan, and they are much the same on more cores.
 _MATMUL = 75e9  # multiply-adds inside matrix products of good size
@@ -29,7 +30,7 @@ _FOURIER_SIDE = 8.0  # side at which such a product reaches half of that rate
 _FOURIER_TRANSFORM = 4e9  # multiply-adds of transforms
 _FOURIER_GROUP = 0.4e-6  # seconds for each group
 
-prepare = compile_call
+__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "takes", "unavailable_reason"]
 
 
 def unavailable_reason(device: torch.device) -> str | None:

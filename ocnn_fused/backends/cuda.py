@@ -1,4 +1,4 @@
-"""The compiled CUDA backend: matrix products by cuBLAS through ATen, kernels of its own for the rest (csrc/cuda).
+"""The compiled CUDA backend (csrc/cuda): matrix products by torch's cuBLAS, kernels for the rest.
 
 It runs where Triton does not, and needs no Python between its launches. Products follow PyTorch's own settings
 (``torch.set_float32_matmul_precision``); half weights are read as they are and computed in float32.
@@ -14,13 +14,15 @@ import torch
 from .. import _extension
 from ..plan import Plan
 from ..problem import Precision
+from .compiled import prepare
 from .device import Device, matmul_precision, missing_gpu, spec_of
 from .job import accumulation_dtype, is_bilinear
-from .lowering import batches, compile_call
+from .lowering import batches
 from .model import plan_seconds
 from .rounding import is_accurate
 
-prepare = compile_call
+__all__ = ["prepare", "refusal", "resolve_precision", "seconds", "takes", "unavailable_reason"]
+
 takes = is_bilinear
 
 #: Shared memory of a thread block, kSharedBytes in csrc/cuda/kernels.cuh, and what sums of the loss take of it.
@@ -36,10 +38,10 @@ def unavailable_reason(device: torch.device) -> str | None:
         return _extension.unavailable_reason
     if torch.version.hip is not None:
         return "it is compiled for NVIDIA GPUs, and this torch is built for ROCm"
-    if not torch._C._dispatch_has_kernel_for_dispatch_key("ocnn_fused::execute", "CUDA"):
+    if not _extension.module.has_cuda:
         return (
-            "the compiled extension was built without CUDA; with a CUDA build of torch and a CUDA toolkit, "
-            "`OCNN_FUSED_CUDA=1 pip install --no-build-isolation .` builds it or says what is missing"
+            "the compiled extension was built without CUDA; with a CUDA toolkit, `OCNN_FUSED_CUDA=1 pip install .` "
+            "builds it or says what is missing"
         )
     return missing_gpu() or _architecture_reason(device)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -13,6 +13,7 @@ from torch import Tensor
 from ..plan import AnyPlan, Plan
 from ..problem import Precision, Problem
 from .device import beside_all_graphs
+from .epilogue import Epilogue, apply_epilogue
 
 
 class Operand(NamedTuple):
@@ -36,56 +37,28 @@ class Job(Generic[PlanT]):
     precision: Precision = "ieee"
 
 
-class Epilogue(NamedTuple):
-    """What becomes of the gradients of a call: ``factor * factors[l] * gradient`` is returned, or added to targets.
-
-    No number of it is compiled or kept: it may be another one at every call.
-    """
-
-    factors: Tensor  # float64, one per weight, where the weights are
-    factor: float = 1.0
-    targets: Sequence[Tensor] = ()  # one per weight, or none; may be the weights themselves
-    per_target: bool = False  # divided by the free target of each group, unless that is zero
-
-    def of(self, places: Sequence[int]) -> Epilogue:
-        """For some of the weights."""
-        begin, end = places[0], places[-1] + 1
-        if end - begin == len(places):
-            factors = self.factors[begin:end]
-        else:  # not indexed by a list, which would have to be copied to the device
-            factors = torch.stack([self.factors[place] for place in places])
-        targets = [self.targets[place] for place in places] if self.targets else ()
-        return Epilogue(factors, self.factor, targets, self.per_target)
-
-    def settle(self, place: int, weight: Tensor, grad: Tensor, groups: int) -> Tensor:
-        """What a backend without an epilogue of its own returns for one weight, whose ``grad`` is its own to change."""
-        factor = self.factors[place] * self.factor
-        if self.per_target:
-            kernel = weight.unflatten(0, (groups, -1))
-            free = torch.linalg.vector_norm(kernel.double(), dim=tuple(range(1, kernel.dim())), keepdim=True).square()
-            free /= kernel.shape[1]
-            grad.unflatten(0, (groups, -1)).div_(torch.where(free > 0, free, 1.0).to(grad.dtype))
-        if not self.targets:
-            return grad.mul_(factor)
-        self.targets[place].addcmul_(grad, factor.to(grad.dtype))
-        return grad.new_empty(0)
+#: The losses of a list of weights, 1-D, in the widest of their accumulation dtypes; and a gradient for each weight, in
+#: its own dtype, empty where none is wanted.
+LossesAndGrads = tuple[Tensor, list[Tensor]]
 
 
 class Executable(Protocol):
-    """Executes the plans of a list of weights: one 0-dim loss per weight in the accumulation dtype and one gradient per
-    weight in its own dtype, empty where none is wanted; none of them with a graph.
+    """Executes the plans of a list of weights; the results have no graph.
 
-    An epilogue with targets adds the gradients to them; those that are returned then mean nothing.
+    An epilogue with targets adds the gradients to them: ignore the returned list then.
     """
 
-    def __call__(
-        self, weights: Sequence[Tensor], epilogue: Epilogue | None = None, /
-    ) -> tuple[list[Tensor], list[Tensor]]: ...
+    def __call__(self, weights: Sequence[Tensor], epilogue: Epilogue | None = None, /) -> LossesAndGrads: ...
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """What a weight is computed in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def losses_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """What the losses of weights of these dtypes are returned in."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def is_bilinear(plan: AnyPlan, dtype: torch.dtype) -> bool:
@@ -109,40 +82,52 @@ def prepare_each(
     """Executors of all plans among the jobs; jobs that are alike share one."""
     keys = {(job.plan, job.operand.dtype) for job in jobs}
     executors = beside_all_graphs(device, lambda: {key: make(*key, device) for key in keys})
-    return partial(run_each, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs])
+    dtype = losses_dtype([job.operand.dtype for job in jobs])
+    return partial(_run_each, [(executors[job.plan, job.operand.dtype], job.operand.with_grad) for job in jobs], dtype)
 
 
 @torch.no_grad()
-def run_each(
-    calls: Sequence[tuple[Executor, bool]], weights: Sequence[Tensor], epilogue: Epilogue | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Losses and gradients, one weight after the other."""
+def _run_each(
+    calls: Sequence[tuple[Executor, bool]],
+    dtype: torch.dtype,
+    weights: Sequence[Tensor],
+    epilogue: Epilogue | None = None,
+) -> LossesAndGrads:
+    """Losses and gradients, one weight after the other; autocast would round the products."""
     losses, grads = [], []
-    for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
-        loss, grad = executor(weight, with_grad)
-        losses.append(loss)
-        if epilogue is not None and with_grad:
-            grad = epilogue.settle(place, weight, grad, executor.plan.groups)
-        grads.append(grad)
-    return losses, grads
+    with torch.autocast(weights[0].device.type, enabled=False):
+        for place, ((executor, with_grad), weight) in enumerate(zip(calls, weights, strict=True)):
+            loss, grad = executor(weight, with_grad)
+            losses.append(loss.to(dtype))
+            if epilogue is not None and with_grad:
+                grad = apply_epilogue(epilogue, place, weight, grad, executor.plan.groups)
+            grads.append(grad)
+        return torch.stack(losses), grads
 
 
-def joined(parts: Sequence[tuple[Sequence[int], Executable]]) -> Executable:
+def joined(parts: Sequence[tuple[Sequence[int], Executable]], device: torch.device) -> Executable:
     """What executes all weights of a call, if each part executes those at its places."""
     used = [part for part in parts if part[0]]
-    return used[0][1] if len(used) == 1 else partial(_run_parts, used)
+    if len(used) == 1:
+        return used[0][1]
+    order = sorted(range(sum(len(places) for places, _ in used)), key=[p for places, _ in used for p in places].__getitem__)
+    positions = beside_all_graphs(device, lambda: torch.tensor(order, device=device))
+    return partial(_run_parts, used, positions)
 
 
+@torch.no_grad()
 def _run_parts(
-    parts: Sequence[tuple[Sequence[int], Executable]], weights: Sequence[Tensor], epilogue: Epilogue | None = None
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Results of all parts in the order of the weights."""
-    losses, grads = list(weights), list(weights)
+    parts: Sequence[tuple[Sequence[int], Executable]],
+    positions: Tensor,
+    weights: Sequence[Tensor],
+    epilogue: Epilogue | None = None,
+) -> LossesAndGrads:
+    """Results of all parts in the order of the weights; ``positions`` of their losses, one part after the other."""
+    losses, grads = [], list(weights)
     for places, execute in parts:
         own = None if epilogue is None else epilogue.of(places)
         some_losses, some_grads = execute([weights[place] for place in places], own)
-        for place, loss in zip(places, some_losses, strict=True):
-            losses[place] = loss
+        losses.append(some_losses)
         for place, grad in zip(places, some_grads, strict=False):
             grads[place] = grad
-    return losses, grads
+    return torch.cat(losses)[positions], grads

@@ -1,31 +1,28 @@
-"""Plans as flat numbers and tensors, the form in which compiled code takes them (csrc/lowered.h)."""
+"""Plans as compiled code takes them: structs with named fields (csrc/plan.h), and two arrays that they point into."""
 
 from __future__ import annotations
 
 import itertools
-import struct
 from collections.abc import Sequence
 from enum import IntEnum
 from fractions import Fraction
 from math import cos, pi, prod, sin
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _extension
 from ..plan import AnyPlan, Block, FourierPlan, Matrix, Plan, Run, Scheme
-from ..problem import Options, flatten_problems
 from .device import beside_all_graphs
-from .job import Executable, Job, Operand, accumulation_dtype
 
 
 class Lowered(NamedTuple):
-    """What a compiled ``Plan`` is made of (csrc/plan_object.h); see ``read_plan`` in csrc/lowered.h."""
+    """A struct of csrc/plan.h, and the arrays that its positions are in, where the weights are."""
 
-    layout: Tensor  # int64, on the CPU
-    tables: Tensor | None  # the same numbers where the weights are
-    constants: Tensor | None  # entries of the matrices, in the accumulation dtype, where the weights are
+    plan: Any  # BilinearPlan, SmallPlan or FourierPlan of ocnn_fused._C
+    tables: Tensor  # int64: index maps
+    constants: Tensor  # entries of the matrices, in the accumulation dtype
 
 
 def to_tensor(matrix: Matrix, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -34,8 +31,12 @@ def to_tensor(matrix: Matrix, dtype: torch.dtype, device: torch.device | str = "
     return torch.tensor(rows, dtype=torch.float64, device="cpu").to(dtype).to(device)
 
 
+#: A position that stands for nothing: the identity matrix, or a matrix that nobody reads.
+_NOWHERE = -1
+
+
 class _Constants:
-    """Collects matrices; ``add`` tells where one begins."""
+    """Collects the entries of matrices; ``add`` returns where the first begins."""
 
     def __init__(self) -> None:
         self.values: list[float] = []
@@ -43,6 +44,18 @@ class _Constants:
     def add(self, *matrices: Sequence[Sequence[Fraction | float]]) -> int:
         begin = len(self.values)
         self.values += [float(value) for matrix in matrices for row in matrix for value in row]
+        return begin
+
+
+class _Tables:
+    """Collects index maps; ``add`` returns where one begins."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+
+    def add(self, numbers: Sequence[int]) -> int:
+        begin = len(self.numbers)
+        self.numbers += numbers
         return begin
 
 
@@ -67,30 +80,24 @@ def _is_identity(matrix: Matrix) -> bool:
     return all(value == (i == j) for i, row in enumerate(matrix) for j, value in enumerate(row))
 
 
-def _bits(value: float) -> int:
-    """A float64 among whole numbers."""
-    (bits,) = struct.unpack("q", struct.pack("d", value))
-    return int(bits)
-
-
 def _factor(matrix: Matrix, constants: _Constants) -> int:
-    """Where the halves of a per-axis matrix lie, -1 for the identity."""
-    return -1 if _is_identity(matrix) else constants.add(*_halves(matrix))
+    """Position of the halves of a matrix along one axis."""
+    return _NOWHERE if _is_identity(matrix) else constants.add(*_halves(matrix))
 
 
-def _axis(scheme: Scheme, constants: _Constants) -> list[int]:
+def _axis(scheme: Scheme, constants: _Constants) -> Any:
     transposed_mix = tuple(zip(*scheme.mix, strict=True))
-    return [
-        len(scheme.evaluation),
-        len(scheme.evaluation[0]),
-        _factor(scheme.evaluation, constants),
-        len(scheme.partner),
-        _factor(transposed_mix, constants),
-    ]
+    return _extension.module.PlanAxis(
+        planes=len(scheme.evaluation),
+        taps=len(scheme.evaluation[0]),
+        evaluation=_factor(scheme.evaluation, constants),
+        outputs=len(scheme.partner),
+        mix=_factor(transposed_mix, constants),
+    )
 
 
 class OutputKind(IntEnum):
-    """How a block takes an output; the numbers are those of csrc/lowered.h."""
+    """How a block takes an output; the numbers are those of csrc/plan.h."""
 
     STORED = 0
     TRANSPOSED = 1
@@ -148,10 +155,14 @@ def batches(plan: Plan) -> Batches:
     return Batches(pools, runs, [order.index(out) for out in range(plan.outputs)])
 
 
-def _mix(plan: Plan, output: Sequence[int], constants: _Constants, whole: bool) -> list[int]:
-    """Where the whole mix matrices lie: -1 if there is nothing to mix, 0 if nobody looks."""
+#: Whole mix matrices of a BilinearPlan.
+_MIXES = ("symmetric", "antisymmetric", "symmetric_t", "antisymmetric_t")
+
+
+def _mix(plan: Plan, output: Sequence[int], constants: _Constants, whole: bool) -> dict[str, int]:
+    """Positions of the whole mix matrices: nowhere if there is nothing to mix, 0 if nobody reads them."""
     if plan.is_diagonal or not whole:
-        return [-1 if plan.is_diagonal else 0] * 4
+        return dict.fromkeys(_MIXES, _NOWHERE if plan.is_diagonal else 0)
     by_number = sorted(range(plan.outputs), key=output.__getitem__)
     # As floats before the adjoint, which multiplies by powers of two: nothing is rounded twice.
     symmetric, antisymmetric = (
@@ -160,7 +171,8 @@ def _mix(plan: Plan, output: Sequence[int], constants: _Constants, whole: bool) 
     forward = [tuple(tuple(row[o] for o in by_number) for row in m) for m in (symmetric, antisymmetric[1:])]
     adjoint, adjoint_anti = (plan.adjoint(matrix) for matrix in (symmetric, antisymmetric))
     backward = tuple(adjoint[o] for o in by_number), tuple(adjoint_anti[o][1:] for o in by_number)
-    return [constants.add(matrix) for matrix in (*forward, *backward)]  # lag 0 has no antisymmetric part
+    # Lag 0 has no antisymmetric part.
+    return {name: constants.add(matrix) for name, matrix in zip(_MIXES, (*forward, *backward), strict=True)}
 
 
 def lower(plan: AnyPlan, dtype: torch.dtype, device: torch.device | str = "cpu", whole: bool = True) -> Lowered:
@@ -170,47 +182,62 @@ def lower(plan: AnyPlan, dtype: torch.dtype, device: torch.device | str = "cpu",
     """
     if isinstance(plan, FourierPlan):
         return _lower_fourier(plan, dtype)
-    numbers, constants = (_small_numbers(plan), None) if plan.small else _numbers(plan, whole)
-    layout = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-    values = None if constants is None else torch.tensor(constants, dtype=torch.float64, device="cpu").to(dtype)
-    return beside_all_graphs(
-        torch.device(device), lambda: Lowered(layout, layout.to(device), None if values is None else values.to(device))
+    tables, constants = _Tables(), _Constants()
+    struct = _small(plan, tables) if plan.small else _bilinear(plan, tables, constants, whole)
+    numbers = torch.tensor(tables.numbers, dtype=torch.int64, device="cpu")
+    values = torch.tensor(constants.values, dtype=torch.float64, device="cpu").to(dtype)
+    return beside_all_graphs(torch.device(device), lambda: Lowered(struct, numbers.to(device), values.to(device)))
+
+
+def _bilinear(plan: Plan, tables: _Tables, constants: _Constants, whole: bool) -> Any:
+    """A plan with matrix products."""
+    native = _extension.module
+    pools, runs, output = batches(plan)
+    mixes = _mix(plan, output, constants, whole)
+    blocks = []
+    for index, block in enumerate(plan.blocks):
+        number = next(number for number, pool in enumerate(pools) if index in pool.where)
+        on_grid = () if plan.is_diagonal else block.output_of
+        lag_of = [] if plan.is_diagonal else _lag_of(plan, block)
+        blocks.append(
+            native.PlanBlock(
+                pool=number,
+                planes=block.planes,
+                taps=block.taps,
+                residues=block.residues,
+                evaluation=constants.add(tuple(block.evaluation[p] for p in block.plane_of)) if whole else 0,
+                axes=[_axis(scheme, constants) for scheme in block.factors],
+                plane_of=tables.add([pools[number].where[index][plane] for plane in block.plane_of]),
+                outputs=len(on_grid),
+                output_of=tables.add([output[out] for out, _ in on_grid]),
+                output_kind=tables.add([_kind(transposed, plan.self_paired[out]) for out, transposed in on_grid]),
+                lags=len(lag_of),
+                lag_of=tables.add(lag_of),
+                sources=tables.add([tap for residue in block.sources for tap in residue]),
+            )
+        )
+    return native.BilinearPlan(
+        groups=plan.groups,
+        column=plan.side == "column",
+        flat=plan.is_flat,
+        outputs=plan.outputs,
+        lags=len(plan.lags),
+        offset=plan.offset,
+        target=plan.target,
+        **mixes,
+        pools=[native.PlanPool(planes=sum(map(len, pool.where.values())), residues=pool.residues) for pool in pools],
+        blocks=blocks,
+        runs=[
+            native.PlanRun(
+                pool=run.block, left=run.left, right=run.right, out=run.out, count=run.count, summed=run.summed
+            )
+            for run in runs
+        ],
     )
 
 
-def _numbers(plan: Plan, whole: bool) -> tuple[list[int], list[float]]:
-    """Layout and constants of a plan with matrix products."""
-    constants = _Constants()
-    pools, runs, output = batches(plan)
-    layout = [plan.groups, plan.side == "column", plan.is_flat, plan.outputs, len(plan.lags), plan.offset]
-    layout.append(_bits(plan.target))
-    layout += _mix(plan, output, constants, whole)
-    layout.append(len(pools))
-    for pool in pools:
-        layout += [sum(map(len, pool.where.values())), pool.residues]
-    layout.append(len(plan.blocks))
-    for index, block in enumerate(plan.blocks):
-        number = next(number for number, pool in enumerate(pools) if index in pool.where)
-        layout += [number, block.planes, block.taps, block.residues]
-        layout.append(constants.add(tuple(block.evaluation[p] for p in block.plane_of)) if whole else 0)
-        layout.append(len(block.factors))
-        for scheme in block.factors:
-            layout += _axis(scheme, constants)
-        layout += [pools[number].where[index][plane] for plane in block.plane_of]
-        on_grid = () if plan.is_diagonal else block.output_of
-        layout += [len(on_grid), *(output[out] for out, _ in on_grid)]
-        layout += [_kind(transposed, plan.self_paired[out]) for out, transposed in on_grid]
-        lag_of = [] if plan.is_diagonal else _lag_of(plan, block)
-        layout += [len(lag_of), *lag_of]
-        layout += [tap for residue in block.sources for tap in residue]
-    layout.append(len(runs))
-    for run in runs:
-        layout += [run.block, run.left, run.right, run.out, run.count, run.summed]
-    return layout, constants.values
-
-
-def _small_numbers(plan: Plan) -> list[int]:
-    """The layout of a plan for small groups, see ``read_small_plan``: pairs of taps by lag, and by tap."""
+def _small(plan: Plan, tables: _Tables) -> Any:
+    """A plan for groups too small for matrix products: pairs of taps by lag, and by tap."""
     by_lag: list[list[tuple[int, int]]] = [[] for _ in range(plan.outputs)]
     for block, left, right, out in plan.products:
         by_lag[out] += [(source[left], source[right]) for source in plan.blocks[block].sources]
@@ -220,13 +247,18 @@ def _small_numbers(plan: Plan) -> list[int]:
         for left, right in pairs:
             by_tap[left].append((lag, right, 0))
             by_tap[right].append((lag, left, 1))
-    layout = [plan.groups, taps, len(by_lag), sum(map(len, by_lag)), _bits(plan.target)]
-    layout += [left for pairs in by_lag for left, _ in pairs]
-    layout += [right for pairs in by_lag for _, right in pairs]
-    layout += itertools.accumulate(map(len, by_lag), initial=0)
-    layout += [number for terms in by_tap for term in terms for number in term]
-    layout += itertools.accumulate(map(len, by_tap), initial=0)
-    return layout
+    return _extension.module.SmallPlan(
+        groups=plan.groups,
+        taps=taps,
+        lags=len(by_lag),
+        pairs=sum(map(len, by_lag)),
+        target=plan.target,
+        left=tables.add([left for pairs in by_lag for left, _ in pairs]),
+        right=tables.add([right for pairs in by_lag for _, right in pairs]),
+        lag_begin=tables.add(list(itertools.accumulate(map(len, by_lag), initial=0))),
+        terms=tables.add([number for terms in by_tap for term in terms for number in term]),
+        tap_begin=tables.add(list(itertools.accumulate(map(len, by_tap), initial=0))),
+    )
 
 
 #: Rows of lanes are padded to this many: kLanes in csrc/cpu/stages.h.
@@ -240,31 +272,53 @@ def fourier_constants(plan: FourierPlan) -> int:
 
 
 def _lower_fourier(plan: FourierPlan, dtype: torch.dtype) -> Lowered:
-    """A Fourier plan, for the CPU; see ``FourierPlan`` in csrc/lowered.h."""
-    layout = [plan.groups, plan.side == "column", plan.offset, _bits(plan.target), len(plan.axes)]
-    tables: list[Tensor] = []
-    places: list[int] = []
+    """A Fourier plan, for the CPU; see ``FourierPlan`` in csrc/plan.h."""
+    native = _extension.module
+    pieces: list[Tensor] = []
 
-    def add(*matrices: Tensor) -> None:
+    def add(*matrices: Tensor) -> list[int]:
+        positions = []
         for matrix in matrices:
-            places.append(sum(table.numel() for table in tables))
-            tables.append(matrix.flatten())
+            positions.append(sum(piece.numel() for piece in pieces))
+            pieces.append(matrix.flatten())
+        return positions
 
     *others, last = plan.transform_order
+    axes = []
     for axis in others:
         taps = plan.class_taps[axis]
-        add(*_turns(_from_middle(taps)[: (taps + 1) // 2], _from_middle(2 * taps - 1)[:taps], 2 * taps - 1, dtype))
-        layout += [axis, plan.axes[axis].taps, plan.axes[axis].step, *places[-2:]]
-    taps = plan.class_taps[last]
+        cosine, sine = add(
+            *_turns(_from_middle(taps)[: (taps + 1) // 2], _from_middle(2 * taps - 1)[:taps], 2 * taps - 1, dtype)
+        )
+        of_plan = plan.axes[axis]
+        axes.append(
+            native.FourierPlanAxis(axis=axis, taps=of_plan.taps, step=of_plan.step, cosine=cosine, sine=sine)
+        )
+    taps, of_plan = plan.class_taps[last], plan.axes[last]
+    axes.append(
+        native.FourierPlanAxis(axis=last, taps=of_plan.taps, step=of_plan.step, cosine=_NOWHERE, sine=_NOWHERE)
+    )
     frequencies = 2 * torch.arange(taps, device="cpu", dtype=torch.int32)
+    positions = []
     for back in (False, True):
         scale = 8 / prod(plan.sizes) if back else 1.0
         for matrix in _turns(_from_middle(taps)[: (taps + 1) // 2], frequencies, 2 * taps - 1, dtype, scale):
             if back:
                 matrix[:, 0] /= 2  # frequency zero has no partner
-            add(_padded(matrix.mT if back else matrix))
-    layout += [last, plan.axes[last].taps, plan.axes[last].step, -1, -1, *places[-4:]]
-    return Lowered(torch.tensor(layout, dtype=torch.int64, device="cpu"), None, torch.cat(tables))
+            positions += add(_padded(matrix.mT if back else matrix))
+    cosine, sine, cosine_back, sine_back = positions
+    struct = native.FourierPlan(
+        groups=plan.groups,
+        column=plan.side == "column",
+        offset=plan.offset,
+        target=plan.target,
+        axes=axes,
+        cosine=cosine,
+        sine=sine,
+        cosine_back=cosine_back,
+        sine_back=sine_back,
+    )
+    return Lowered(struct, torch.empty(0, dtype=torch.int64, device="cpu"), torch.cat(pieces))
 
 
 def _from_middle(count: int) -> Tensor:
@@ -293,14 +347,3 @@ def _padded(matrix: Tensor) -> Tensor:
     """Rows of whole vectors."""
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % _LANES))
 
-
-def compile_call(jobs: Sequence[Job[AnyPlan]], device: torch.device, options: Options) -> Executable:
-    """The call of compiled code, see csrc/call.h: weights of one plan and memory layout are executed together."""
-    members: dict[tuple[AnyPlan, Operand], list[int]] = {}
-    for index, job in enumerate(jobs):
-        members.setdefault((job.plan, job.operand), []).append(index)
-    buckets = [
-        (places, *lower(plan, accumulation_dtype(operand.dtype), device, device.type != "cpu"), operand.with_grad)
-        for (plan, operand), places in members.items()
-    ]
-    return _extension.module.Call(buckets, *flatten_problems([job.problem for job in jobs]))

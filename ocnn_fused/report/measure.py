@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..autograd import orth_losses
+from ..autograd import orth_loss
 from ..modules import label, named_layers, unwrap
 from ..plan import least_loss
 from ..problem import DEFAULT_OPTIONS
@@ -117,7 +117,7 @@ def _layer(name: str, module: nn.Module, size: tuple[int, ...], similarity: Filt
         stride=problem.stride,
         groups=problem.groups,
         input_size=size,
-        loss=orth_losses([operator.weight], (problem,), DEFAULT_OPTIONS)[0].item(),
+        loss=orth_loss(operator.weight, problem, DEFAULT_OPTIONS).item(),
         least_loss=int(least_loss(problem)),
         largest_at=_where(by_frequency.amax(-1).argmax(), excess.shape),
         smallest_at=smallest_at,

@@ -11,9 +11,7 @@ using namespace ocnn_fused::cpu;
 
 namespace {
 
-struct Silent {
-  explicit Silent(const char*) {}
-};
+void nothing() {}
 
 void check(bool holds, const std::string& what) {
   if (holds) return;
@@ -22,8 +20,8 @@ void check(bool holds, const std::string& what) {
 }
 
 // `present` of the threads come; the last of them stands for those that do not, and waits so long before it comes.
-Help run(const std::vector<Phase>& phases, int64_t threads, int64_t present, std::chrono::microseconds late) {
-  Sharing sharing(phases, threads);
+HelperStats run(const std::vector<Phase>& phases, int64_t threads, int64_t present, std::chrono::microseconds late) {
+  Sharing sharing(phases, threads, nothing);
   std::vector<std::thread> helpers;
   for (int64_t thread = 1; thread < present; ++thread) {
     const int64_t stands_for = thread + 1 == present ? threads - thread : 1;
@@ -32,7 +30,7 @@ Help run(const std::vector<Phase>& phases, int64_t threads, int64_t present, std
       sharing.help(thread, stands_for);
     });
   }
-  sharing.call<Silent>(present == 1 ? threads : 1);
+  sharing.call(present == 1 ? threads : 1);
   for (std::thread& helper : helpers) helper.join();
   return sharing.result();
 }
@@ -43,7 +41,7 @@ void check_phases(int64_t threads, int64_t present, int64_t items, int64_t piece
   std::vector<std::vector<int64_t>> values(kPhases, std::vector<int64_t>(pieces, 0));
   std::vector<Phase> phases;
   for (int64_t p = 0; p < kPhases; ++p) {
-    phases.push_back({"phase", pieces, [&, p](int64_t piece, int64_t thread) {
+    phases.push_back({pieces, [&, p](int64_t piece, int64_t thread) {
                         check(thread >= 0 && thread < threads, "a thread that does not exist");
                         int64_t sum = 1;
                         for (int64_t q = 0; p > 0 && q < pieces; ++q) sum += values[p - 1][q];
@@ -62,7 +60,7 @@ void check_phases(int64_t threads, int64_t present, int64_t items, int64_t piece
 void check_exception(int64_t threads) {
   std::vector<Phase> phases;
   for (int64_t p = 0; p < 3; ++p) {
-    phases.push_back({nullptr, 8, [p](int64_t piece, int64_t) {
+    phases.push_back({8, [p](int64_t piece, int64_t) {
                         if (p == 1 && piece % 3 == 0) throw std::runtime_error("piece");
                         check(p < 2, "a phase after the one that failed");
                       }});
@@ -77,24 +75,24 @@ void check_exception(int64_t threads) {
 }
 
 // Who waits for longer than the others helped goes on alone, for longer if that soon happens again.
-void check_company() {
-  Company company;
+void check_backoff() {
+  Backoff backoff;
   const Clock::time_point start = Clock::time_point{} + std::chrono::hours(1);
   const auto at = [&](double seconds) { return start + std::chrono::duration_cast<Clock::duration>(Seconds(seconds)); };
   const auto alone_until = [&](double seconds) {
-    return !company.is_wanted(at(seconds - 1e-3), 0) && company.is_wanted(at(seconds + 1e-3), 0);
+    return !backoff.is_wanted(at(seconds - 1e-3), 0) && backoff.is_wanted(at(seconds + 1e-3), 0);
   };
-  check(company.is_wanted(at(0), 0), "alone from the beginning");
-  company.judge({1e-3, 0.9e-3}, at(0));
-  check(company.is_wanted(at(0), 0), "alone although the others helped");
-  company.judge({0, 4e-3}, at(0));
+  check(backoff.is_wanted(at(0), 0), "alone from the beginning");
+  backoff.judge({1e-3, 0.9e-3}, at(0));
+  check(backoff.is_wanted(at(0), 0), "alone although the others helped");
+  backoff.judge({0, 4e-3}, at(0));
   check(alone_until(8e-3), "not alone for twice the loss");
-  check(company.is_wanted(at(0), 9e-3), "alone for work that takes longer than that");
-  company.judge({0, 4e-3}, at(20e-3));
+  check(backoff.is_wanted(at(0), 9e-3), "alone for work that takes longer than that");
+  backoff.judge({0, 4e-3}, at(20e-3));
   check(alone_until(36e-3), "not alone for longer when it soon happens again");
-  company.judge({0, 60}, at(50e-3));
+  backoff.judge({0, 60}, at(50e-3));
   check(alone_until(0.3), "alone for too long");
-  company.judge({0, 4e-3}, at(9));
+  backoff.judge({0, 4e-3}, at(9));
   check(alone_until(9 + 8e-3), "what happened long ago counts");
 }
 
@@ -110,6 +108,6 @@ int main() {
     }
     check_exception(threads);
   }
-  check_company();
+  check_backoff();
   std::puts("ok");
 }

@@ -16,7 +16,8 @@ from ...plan import Plan
 from ...problem import Launch, Options, Precision
 from .. import pytorch
 from ..device import Device, DeviceSpec, asked_precision, spec_of
-from ..job import Epilogue, Executable, Job, is_bilinear, joined
+from ..epilogue import Epilogue, apply_epilogue
+from ..job import Executable, Job, LossesAndGrads, is_bilinear, joined
 from ..model import PASS_MEGABYTES, product_work, seconds_in_list
 from ..rounding import is_accurate
 from .availability import unavailable_reason
@@ -77,7 +78,7 @@ def prepare(jobs: Sequence[Job[Plan]], device: torch.device, options: Options) -
         passes = passes_of(plans, with_grad, precision, workspace_limit())
         launch = options.launch or "auto"
         parts.append((indices, partial(_execute, plans, with_grad, precision, launch, passes, alone)))
-    return joined(parts)
+    return joined(parts, device)
 
 
 def _execute(
@@ -89,7 +90,7 @@ def _execute(
     alone: bool,
     weights: Sequence[Tensor],
     epilogue: Epilogue | None = None,
-) -> tuple[list[Tensor], list[Tensor]]:
+) -> LossesAndGrads:
     return run(
         weights, plans, with_grad, precision=precision, launch=launch, epilogue=epilogue, passes=passes, alone=alone
     )
@@ -119,8 +120,8 @@ def run(
     epilogue: Epilogue | None = None,
     passes: tuple[range, ...] | None = None,
     alone: bool = True,
-) -> tuple[list[Tensor], list[Tensor]]:
-    """One 0-dim loss per weight and one gradient per weight, empty where ``with_grad`` says False; none is float64.
+) -> LossesAndGrads:
+    """The losses, 1-D, and one gradient per weight, empty where ``with_grad`` says False; no weight is float64.
 
     ``passes`` are the places of the weights that share the workspace, all of them by default. ``alone``: no weights of
     another precision are in the list, for which there would be another call.
@@ -133,7 +134,7 @@ def run(
             weights, plans, with_grad, precision=precision, launch=launch, config=config, passes=passes, alone=alone
         )
         return losses, [
-            epilogue.settle(place, weight, grad, plan.groups) if wanted else grad
+            apply_epilogue(epilogue, place, weight, grad, plan.groups) if wanted else grad
             for place, (weight, grad, plan, wanted) in enumerate(zip(weights, grads, plans, with_grad, strict=True))
         ]
     device, count = weights[0].device, len(passes or (plans,))
@@ -155,8 +156,8 @@ def run(
     call.run(programs)
     if call.adds:
         torch.autograd.graph.increment_version([t for t in epilogue.targets if not t.is_inference()])  # type: ignore[union-attr]
-        return call.loss_of_each(), []
-    return call.loss_of_each(), call.grads()
+        return call.losses, []
+    return call.losses, call.grads()
 
 
 def config_for(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...plan import Plan
 from ..device import beside_all_graphs
-from ..job import Epilogue
+from ..epilogue import Epilogue
 from . import fields, kernels
 from .config import Config, compile_options
 from .fields import PassRow
@@ -257,10 +257,6 @@ class Call:
             else:
                 arguments, settings = self.single_launch()
                 kernels.single_kernel[(programs,)](*arguments, **settings)
-
-    def loss_of_each(self) -> list[Tensor]:
-        """``losses`` as 0-dim tensors."""
-        return [_own(loss) for loss in self.losses.unbind()]
 
     def grads(self) -> list[Tensor]:
         """One tensor per weight, an empty one where no gradient is wanted."""

@@ -1,4 +1,13 @@
 // mix: outputs to lags, loss, and back, tile by tile.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "transforms.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 constexpr int64_t kTileArea = kTile * kTile;
 
@@ -16,7 +25,7 @@ inline void copy_tile(const Tile<T>& from, const Tile<T>& to) {
     copy_lanes(from.data + i * from.stride, from.columns, to.data + i * to.stride);
 }
 
-// Of whole tiles.
+// Both tiles are whole.
 template <typename T>
 inline void transpose_tile(const Tile<T>& from, const Tile<T>& to) {
   constexpr int64_t width = Vector<T>::width;
@@ -44,11 +53,11 @@ void load_tile(const Tile<T>& from, bool transposed, T* to) {
 template <typename T>
 void store_tile(T* from, bool transposed, const Tile<T>& to) {
   Tile<T> source{from, kTile, kTile, kTile};
-  T turned[kTileArea];
+  T transposed_tile[kTileArea];
   if (transposed && to.whole()) return transpose_tile(source, to);
   if (transposed) {
-    transpose_tile(source, Tile<T>{turned, kTile, kTile, kTile});
-    source.data = turned;
+    transpose_tile(source, Tile<T>{transposed_tile, kTile, kTile, kTile});
+    source.data = transposed_tile;
   }
   source.rows = to.rows;
   source.columns = to.columns;
@@ -210,7 +219,7 @@ void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int
 }
 
 template <typename T>
-double diagonal_row(T* x, int64_t side, int64_t output, int64_t row, const Target<T>& target, const Wanted<T>& wanted) {
+double mix_row(T* x, int64_t side, int64_t output, int64_t row, const Target<T>& target, const Wanted<T>& wanted) {
   T* r = x + row * side;
   if (output == 0) r[row] = target.residual(r[row]);
   T squares[kLanes] = {};
@@ -227,3 +236,6 @@ double diagonal_row(T* x, int64_t side, int64_t output, int64_t row, const Targe
   }
   return output == 0 ? loss : 2 * loss;
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

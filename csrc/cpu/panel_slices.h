@@ -1,4 +1,15 @@
 // evaluate and gather on panels: planes of a slice from the weight's taps, and the transpose of it.
+#pragma once
+
+#include <algorithm>
+#include <optional>
+#include <vector>
+
+#include "panels.h"
+#include "transforms.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 // A strip on panels is longer, see kStrip: the rows on the way still fit the nearest cache.
 constexpr int64_t kPanelStrip = 128;
@@ -209,3 +220,6 @@ class SliceWorker {
   std::optional<Grid<T>> grid_;
   std::vector<T*> taps_, planes_;
 };
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,4 +1,14 @@
 // apply on panels, which evaluates what it multiplies and gathers the result.
+#pragma once
+
+#include <algorithm>
+
+#include "panel_slices.h"
+#include "panel_taps.h"
+#include "products.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 // What the right plane of a product is multiplied with: Y^T, or Y where it is its own transpose.
 template <typename S, typename T>
@@ -21,7 +31,7 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
     const int64_t fits =
         std::max(std::clamp<int64_t>(side / 5, 24, 64), kChunkElements<T> / 3 / ((2 * most + taps) * side));
     const int64_t chunks = (all + fits - 1) / fits, even = (all + chunks - 1) / chunks;
-    const int64_t count = std::min(all, (even + kPatchRows - 1) / kPatchRows * kPatchRows);
+    const int64_t count = std::min(all, (even + kPatchRows<T> - 1) / kPatchRows<T> * kPatchRows<T>);
     item += count;
     const int64_t apart = spread(count * width), stride = spread(panels * apart);
     T* const memory = scratch<T>((2 * most + taps) * stride + worker.elements());
@@ -59,3 +69,6 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
     store_gradient(job, problem, n, count, apart, tap);
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,4 +1,13 @@
 // mix on panels.
+#pragma once
+
+#include <algorithm>
+
+#include "mix.h"
+#include "panels.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 template <typename T>
 inline void transpose_panel_tile(const T* from, T* to) {
@@ -47,3 +56,6 @@ void panel_mix(const PanelJob<S, T>& job, int64_t begin, int64_t end, double* lo
     each_tile_pair(panels, std::max(begin - first, int64_t{0}), std::min(end - first, pairs), mix_pair);
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,4 +1,13 @@
 // The one arithmetic of evaluate, mix and gather: factors along the axes of a grid of rows, see Factor.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "vectors.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 // On one vector of each row. Rows are kStep apart in both arrays, which stay in registers.
 // out[point] = sum over span of matrix[point][span] in[span]
@@ -221,3 +230,6 @@ class Grid {
   static constexpr int64_t kMostRows = points_of(kMostTaps);
   std::vector<T*> buffers_[2];
 };
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,4 +1,13 @@
 // gram and apply of Fourier plans: complex matrices whose entries are vectors, one lane per frequency.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "vectors.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 constexpr int64_t kComplexBlock = OCNN_FUSED_VECTOR_BYTES == 64 ? 3 : 2;
 // Entries of a matrix, each a pair of vectors, that a core's second cache holds beside as many of another, and terms of
@@ -166,3 +175,6 @@ inline void fourier_apply(const ComplexMatrix<T>& r, const ComplexMatrix<T>& a, 
     }
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,5 +1,14 @@
 // Taps of a weight of any strides, and rows of lanes: read from a weight that is const, written to one that is not, or
 // added to it.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "vectors.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 template <typename S, typename T>
 inline void move_lane(S& element, T& lane, bool adds) {
@@ -105,3 +114,6 @@ inline void move_taps(const WeightView<S>& weight, S* first, int64_t lanes, cons
     for (int64_t u = 0; u < weight.taps; ++u) move_lane(channel[weight.tap_offsets[u]], row(u)[l], weight.adds);
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,4 +1,14 @@
 // Taps of a weight into panels, and gradients back: into them if the weight is const, as in taps.inl.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "flat.h"
+#include "taps.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 // Steps [begin, begin + count) of one panel, where row(n, u) is the vector of step begin + n and tap u.
 template <typename T, typename S, typename Job, typename Row>
@@ -74,3 +84,6 @@ void store_gradient(const PanelJob<S, T>& job, int64_t problem, int64_t begin, i
                   [&](int64_t n, int64_t u) { return tap(u) + panel * apart + n * Vector<T>::width; });
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,4 +1,13 @@
 // gram on panels, which evaluates what it multiplies.
+#pragma once
+
+#include <algorithm>
+
+#include "panel_slices.h"
+#include "products.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 // Calls visit(block's residue, its first n, how many, n before it) for the parts of [begin, end) of a contraction that
 // goes through all residues.
@@ -81,3 +90,6 @@ void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
     }
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

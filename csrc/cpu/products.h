@@ -1,7 +1,17 @@
 // Matrix products of operands in panels, see panels.h.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "vectors.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 // A product's patch of rows times panels, kept in registers.
-constexpr int64_t kPatchRows = OCNN_FUSED_VECTOR_BYTES == 64 ? 8 : 4;
+template <typename T>
+constexpr int64_t kPatchRows = OCNN_FUSED_VECTOR_BYTES == 64 ? 8 : std::min<int64_t>(4, Vector<T>::width);
 constexpr int64_t kPatchPanels = 3;
 // Terms of the sums that are added up at once: for as many, a patch's panels stay in the nearest cache while all rows
 // are multiplied with them.
@@ -62,7 +72,7 @@ __attribute__((noinline)) void multiply_patch(const T* left, int64_t left_panel,
 }
 
 // Rows [row, rows) of kPanels panels of a product. `next` is the right operand of what follows.
-template <Left kLeft, int64_t kPanels, int64_t kRows = kPatchRows, typename T>
+template <Left kLeft, int64_t kPanels, int64_t kRows, typename T>
 inline void multiply_rows(const T* left, int64_t left_panel, int64_t row, int64_t rows, int64_t depth, const T* right,
                           int64_t right_panel, T* out, int64_t out_panel, bool add, const T* next) {
   for (; row + kRows <= rows; row += kRows) {
@@ -91,7 +101,7 @@ inline void multiply_panels(const T* left, int64_t left_panel, int64_t rows, int
                             int64_t right_panel, int64_t panels, T* out, int64_t out_panel, bool add, const T* next) {
   // Four panels are better two and two than three and one.
   for (; panels >= kPanels && (kPanels < 3 || panels != 4); panels -= kPanels) {
-    multiply_rows<kLeft, kPanels>(left, left_panel, 0, rows, depth, right, right_panel, out, out_panel, add,
+    multiply_rows<kLeft, kPanels, kPatchRows<T>>(left, left_panel, 0, rows, depth, right, right_panel, out, out_panel, add,
                                   panels > kPanels ? right + kPanels * right_panel : next);
     right += kPanels * right_panel;
     out += kPanels * out_panel;
@@ -114,3 +124,6 @@ inline void multiply(const T* left, int64_t left_panel, int64_t rows, int64_t de
                            here, right_panel, panels, out, out_panel, add || k > 0, k + kDepth < depth ? there : next);
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

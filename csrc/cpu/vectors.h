@@ -1,4 +1,17 @@
 // Vectors as wide as the instruction set allows: loading, storing, copying and transposing them, and scratch memory.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "stages.h"
+#include "target.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 template <typename T, int64_t kBytes = OCNN_FUSED_VECTOR_BYTES>
 struct Vector {
@@ -72,6 +85,9 @@ inline T* scratch(int64_t elements) {
   thread_local std::vector<T> memory;
   const int64_t size = elements + line / static_cast<int64_t>(sizeof(T));
   if (static_cast<int64_t>(memory.size()) < size) memory.resize(size);
-  if (fills_undefined_memory()) std::memset(memory.data(), kUndefinedByte, memory.size() * sizeof(T));
+  if (poisons) std::memset(memory.data(), kPoison, memory.size() * sizeof(T));
   return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + line - 1) / line * line);
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

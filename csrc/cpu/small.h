@@ -1,4 +1,14 @@
 // The whole pass for groups too small for matrix products.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "taps.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 template <typename S, typename T>
 double small(const WeightView<const S>& weight, const WeightView<S>& grad, const TapPairs& pairs,
@@ -68,3 +78,6 @@ double small(const WeightView<const S>& weight, const WeightView<S>& grad, const
   if (with_grad) each_element(grad, [&](S& value, int64_t index) { move_lane(value, dk[index], grad.adds); });
   return loss;
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,4 +1,14 @@
 // All stages on panels of plans of lag 0 alone, see flat.h.
+#pragma once
+
+#include <algorithm>
+
+#include "panel_gram.h"
+#include "panel_mix.h"
+#include "panel_taps.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 template <typename S, typename T>
 void flat_load(const FlatJob<S, T>& job, int64_t step, int64_t begin, int64_t end) {
@@ -60,7 +70,7 @@ void flat_apply(const FlatJob<S, T>& job, int64_t begin, int64_t end) {
     const int64_t problem = item / job.length, n = item % job.length;
     const int64_t all = std::min(end - item, job.length - n);
     const int64_t pieces = (all + kFlatSteps - 1) / kFlatSteps, even = (all + pieces - 1) / pieces;
-    const int64_t count = std::min(all, (even + kPatchRows - 1) / kPatchRows * kPatchRows);
+    const int64_t count = std::min(all, (even + kPatchRows<T> - 1) / kPatchRows<T> * kPatchRows<T>);
     item += count;
     const int64_t apart = spread(count * width);
     T *const planes = scratch<T>(2 * panels * apart), *const gradients = planes + panels * apart;
@@ -78,3 +88,6 @@ void flat_apply(const FlatJob<S, T>& job, int64_t begin, int64_t end) {
     }
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

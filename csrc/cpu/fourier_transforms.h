@@ -1,6 +1,16 @@
 // Discrete Fourier transforms of short axes as products with small matrices. Taps and frequencies are counted from the
 // middle of their axis, which changes A by a factor of length 1 only: then sums and differences of elements at equal
 // distance from both ends need half of the products.
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "fourier.h"
+#include "vectors.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 template <typename T>
 inline int64_t whole_vectors(int64_t lanes) {
@@ -253,3 +263,6 @@ class FourierWorker {
   Folded<T>* folds_;
   T *rows_, *other_rows_, *dense_, *sums_, *taps_;
 };
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

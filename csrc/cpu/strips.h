@@ -1,4 +1,14 @@
 // evaluate and gather, strip by strip (see Strips).
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "taps.h"
+#include "transforms.h"
+
+OCNN_FUSED_BEGIN_TARGET
+namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 // One strip after the other, and the buffers for it: taps on one end of the evaluation matrix, planes on the other.
 // Lanes are the channels of its rows, one row after the other; where residues are folded, those of all residues.
@@ -188,3 +198,6 @@ void gather(const WeightView<S>& grad, const std::vector<BlockView<T>>& blocks, 
     });
   }
 }
+
+}  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
+OCNN_FUSED_END_TARGET

@@ -1,0 +1,185 @@
+"""The one node of autograd's graph: losses of a list of weights, or their weighted sum, on every backend."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from .. import engine, ops
+from ..backends.epilogue import Epilogue
+from ..backends.job import Executable, Operand
+from ..problem import Options, Problem, flatten, flatten_problems
+from . import transforms
+
+
+class Weighting(NamedTuple):
+    """What the losses of some weights are multiplied by, and the values that are subtracted from them first."""
+
+    factors: Tensor  # float64, where the weights are
+    least: Tensor | None = None  # float64
+
+    def counted(self, losses: Tensor) -> Tensor:
+        """``losses - least``, in float64."""
+        wide = losses.double()
+        return wide if self.least is None else wide - self.least
+
+    def total(self, losses: Tensor, factor: float) -> Tensor:
+        """``factor * sum_l factors[l] * (losses[l] - least[l])``, in the dtype of the losses."""
+        return (torch.dot(self.counted(losses), self.factors) * factor).to(losses.dtype)
+
+
+def orth_loss(weight: Tensor, problem: Problem, options: Options) -> Tensor:
+    """The 0-dim loss of one weight, differentiable where it is."""
+    return _losses([weight], (problem,), options, ())
+
+
+def orth_losses(weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options) -> Tensor:
+    """One loss per weight, 1-D, differentiable where a weight is."""
+    return _losses(weights, problems, options, (len(weights),))
+
+
+def _losses(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, shape: tuple[int, ...]
+) -> Tensor:
+    executable, operands = _prepared(weights, problems, options)
+    if executable is None:
+        return ops.orth_loss(weights, *flatten(problems, options)).view(shape)
+    for operand in operands:
+        if operand.with_grad:
+            return OrthNode.apply(executable, problems, operands, shape, None, 1.0, *weights)[0]  # type: ignore[no-untyped-call]
+    return executable(weights)[0].view(shape)
+
+
+def orth_total(
+    weights: Sequence[Tensor],
+    problems: tuple[Problem, ...],
+    options: Options,
+    weighting: Weighting,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
+    """``factor * sum_l factors[l] * (L_l - least[l])``, differentiable, and the losses without a graph, 1-D.
+
+    The gradients have the factors in them when they are computed; backward only hands them on, scaled.
+    """
+    executable, operands = _prepared(weights, problems, options)
+    if executable is None:
+        losses = ops.orth_loss(weights, *flatten(problems, options))
+        return weighting.total(losses, factor), losses.detach()
+    if any(operand.with_grad for operand in operands):
+        return OrthNode.apply(executable, problems, operands, (), weighting, factor, *weights)  # type: ignore[no-untyped-call]
+    losses = executable(weights)[0]
+    return weighting.total(losses, factor), losses
+
+
+def add_grads_(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, epilogue: Epilogue
+) -> Tensor:
+    """Add ``factor * factors[l]`` times the gradient of each loss to its target; returns the losses, no graph."""
+    executable, _ = _prepared(weights, problems, options, always_grad=True)
+    if executable is not None:
+        return executable(weights, epilogue)[0]
+    losses, grads = ops.orth_loss_and_grad(weights, [True] * len(weights), *flatten(problems, options))
+    for place, (grad, target) in enumerate(zip(grads, epilogue.targets, strict=True)):
+        target.add_(grad * (epilogue.factors[place] * epilogue.factor))
+    return losses
+
+
+def _prepared(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, always_grad: bool = False
+) -> tuple[Executable | None, tuple[Operand, ...]]:
+    """What computes these weights, with gradients of those that require them, or of all.
+
+    None where the ops must be seen. The dispatcher's way through Python costs as much as a small layer; tensors that
+    only autograd looks at go without it.
+    """
+    if not transforms.only_autograd_looks(weights):
+        return None, ()
+    device = weights[0].device
+    enabled = torch.is_grad_enabled()
+    operands = []
+    for weight in weights:
+        with_grad = always_grad or (enabled and weight.requires_grad)
+        operands.append(Operand(weight.stride(), weight.dtype, with_grad))
+    resolved: Options | engine.Resolved = options
+    if device.type != "cpu" or options.backend is not None:
+        resolved = engine.resolve(options, device)
+    prepared = tuple(operands)
+    return engine.prepare(problems, prepared, resolved, device), prepared
+
+
+class NodeContext(FunctionCtx):
+    """What the node keeps until its backward."""
+
+    problems: tuple[Problem, ...]
+    wanted: list[bool]  # which weights need a gradient
+    grads: list[Tensor] | None  # not a part of the graph: hooks do not see them; None once they were handed on
+    executable: Executable | None  # and the factors that are in the gradients, if there are any
+    factors: Tensor | None
+    saved_tensors: tuple[Tensor, ...]
+
+
+class OrthNode(torch.autograd.Function):
+    """``(losses, losses)``, or with a weighting ``(total, losses)``; only the first is differentiable."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: NodeContext,
+        executable: Executable,
+        problems: tuple[Problem, ...],
+        operands: tuple[Operand, ...],
+        shape: tuple[int, ...],
+        weighting: Weighting | None,
+        factor: float,
+        *weights: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.executable, ctx.problems, ctx.factors = executable, problems, None
+        ctx.wanted = wanted = []
+        for operand in operands:
+            wanted.append(operand.with_grad)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*weights)
+        if weighting is None:
+            losses, ctx.grads = executable(weights)
+            return (losses.view(shape),)
+        losses, ctx.grads = executable(weights, Epilogue(weighting.factors, factor))
+        ctx.factors = weighting.factors * factor
+        ctx.mark_non_differentiable(losses)
+        return weighting.total(losses, factor), losses
+
+    @staticmethod
+    def backward(ctx: NodeContext, scale: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *(None,) * 6, *scaled_grads(ctx, scale)
+
+
+def scaled_grads(ctx: NodeContext, scale: Tensor | None) -> list[Tensor | None]:
+    """The gradient of each weight times ``scale``, which is one number for all, or one for each."""
+    weights, grads = ctx.saved_tensors, ctx.grads  # raises if the weights have changed, or the graph is freed
+    results: list[Tensor | None] = [None] * len(weights)
+    if scale is None or grads is None:
+        return results
+    places = [place for place, wanted in enumerate(ctx.wanted) if wanted]
+    recorded = torch.is_grad_enabled()  # a graph of this very backward is wanted
+    if recorded:
+        if ctx.factors is not None:  # without the factors, gradients are functions of the weights
+            assert ctx.executable is not None
+            grads = ctx.executable(weights)[1]
+            scale = scale * ctx.factors
+        grads = ops.orth_grad(weights, grads, *flatten_problems(ctx.problems))
+    scales = scale.unbind() if scale.dim() else (scale,) * len(weights)
+    chosen = [grads[place] for place in places]
+    if recorded or transforms.is_batched(scale) or transforms.graph_is_kept():
+        # The scales are 0-dim, so they do not promote the gradients' dtype.
+        chosen = [grad * scales[place] for grad, place in zip(chosen, places, strict=True)]
+    else:  # nobody asks again
+        ctx.grads = None
+        if scale.dim():
+            torch._foreach_mul_(chosen, [scales[place] for place in places])
+        elif not transforms.is_known_to_be_one(scale):
+            torch._foreach_mul_(chosen, scale)
+    for place, grad in zip(places, chosen, strict=True):
+        results[place] = grad
+    return results
