@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
+from triton.runtime.interpreter import GridExecutor
 from triton_support import execution, needs_interpreter, needs_single
 
 from ocnn_fused import OrthRegularizer, engine
 from ocnn_fused.backends import triton
 from ocnn_fused.backends.triton import config
 from ocnn_fused.backends.triton.tables import STAGES as EVERY_STAGE
-
-GridExecutor = pytest.importorskip("triton.runtime.interpreter").GridExecutor
 
 _KERNEL = "a kernel of Triton"
 
