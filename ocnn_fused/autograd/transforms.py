@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -47,11 +53,11 @@ def only_autograd_looks(tensors: Sequence[Tensor]) -> bool:
         if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
             return False
     return not (
-        tensors[0].device.type not in ("cpu", "cuda")
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
+        not (tensor.is_cpu or tensor.is_cuda)
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _is_tracing()
+        or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
 
@@ -75,7 +81,7 @@ def graph_is_kept() -> bool:
 
 def is_known_to_be_one(scale: Tensor) -> bool:
     """Whether a scale is one, as it is where the loss itself is differentiated; looked up only where nothing waits."""
-    return scale.device.type == "cpu" and only_autograd_looks([scale]) and scale.item() == 1
+    return scale.is_cpu and only_autograd_looks((scale,)) and scale.item() == 1
 
 
 # Each Function is the derivative at one level: the ops in its forward pass lead to the next one.
