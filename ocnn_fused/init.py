@@ -80,7 +80,7 @@ def init_model_(
 
     ``include``, ``exclude`` and ``preset`` choose layers as they do for :class:`OrthRegularizer`: by default every
     convolution with more than 3 input channels. If any of them cannot be orthogonal, or has a weight that is computed
-    from others or spread over devices, nothing is changed and the error names it.
+    from others, spread over devices or not there yet (lazy, meta), nothing is changed and the error names it.
     """
     filled: list[tuple[str, Tensor, Tensor]] = []
     for layer in chosen_layers(model, include, exclude, preset):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
 
@@ -66,6 +67,13 @@ def is_layer(module: nn.Module) -> bool:
 
 def is_convolution(module: nn.Module) -> bool:
     return isinstance(module, _ConvNd)
+
+
+def quantized_kinds() -> tuple[type, ...]:
+    """What torch's quantised layers have in common: a method ``weight()`` and no parameter, so nothing to train."""
+    utils = sys.modules.get("torch.ao.nn.quantized.modules.utils")  # where nobody imported it there are none
+    kind = getattr(utils, "WeightedQuantizedModule", None)
+    return () if kind is None else (kind,)
 
 
 def computes_its_own_way(module: nn.Module) -> bool:

@@ -501,14 +501,23 @@ def test_tied_weights_count_once() -> None:
 
 
 def test_lazy_layers() -> None:
+    """Left out until they have seen an input, as a weight on the meta device is until it holds numbers."""
     model = nn.Sequential(nn.LazyConv2d(8, 3), nn.LazyConvTranspose2d(4, 2), nn.LazyLinear(3))
-    reg = OrthRegularizer(model, 1.0)
-    for call in (reg, reg.per_layer, reg.add_grad_, lambda: str(reg)):
-        with pytest.raises(RuntimeError, match="0 is a LazyConv2d that has not seen an input yet; run the model once"):
-            call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # building the regulariser first is as good
+        reg = OrthRegularizer(model, 1.0)
+        assert not reg.layers
+        assert reg.left_out["0"] == "a LazyConv2d that has not seen an input yet"
+        assert re.search(r"^  1 +a LazyConvTranspose2d that has not seen an input yet$", str(reg), re.M)
+    with pytest.warns(UserWarning, match="left out, because their weights hold no numbers yet: 0, 1; run") as caught:
+        assert [reg().item(), reg().item()] == [0, 0]
+        reg.add_grad_()
+        reg.project_()
+    assert len(caught) == 1
     model(torch.randn(1, 5, 6, 6))
     assert list(reg.layers) == ["0", "1"]
     torch.testing.assert_close(reg(), loss_of(model[0]) + loss_of(model[1]))
+    assert set(grads_of(reg(), model)) == {"0.weight", "1.weight"}
 
 
 def test_flattened_weights_are_refused() -> None:
@@ -642,6 +651,40 @@ def test_unchanged_model_is_looked_at_once() -> None:
     model.requires_grad_(False)
     reg()
     assert reg._seen is seen
+
+
+@pytest.mark.parametrize(
+    ("name", "right"),
+    [("lamda", "weight"), ("weights", "weight"), ("normalise", "normalize"), ("scheduler", "schedule"), ("x", None)],
+)
+def test_a_wrong_attribute_is_refused(name: str, right: str | None) -> None:
+    reg = OrthRegularizer(small())
+    hint = rf"; did you mean {right!r}\?" if right else ""
+    with pytest.raises(AttributeError, match=f"^'OrthRegularizer' object has no attribute '{name}' to set{hint}$"):
+        setattr(reg, name, 3)
+    with pytest.raises(AttributeError, match=f"^'OrthRegularizer' object has no attribute '{name}'{hint}$"):
+        getattr(reg, name)
+    assert name not in vars(reg)
+
+
+def test_a_subclass_has_attributes_of_its_own() -> None:
+    class Logged(OrthRegularizer):
+        scheduler: object
+        weights = ()
+
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__(model)
+            self.log: list[float] = []
+            self.scheduler, self.weights, self._private = None, (1,), 2
+
+    reg = Logged(small())
+    reg.log = [1.0]
+    reg.weight = 0.5
+    assert (reg.log, reg.weights, reg.weight) == ([1.0], (1,), 0.5)
+    assert copy.deepcopy(reg).log == [1.0]
+    message = r"^'Logged' object has no attribute 'lamda' to set; did you mean 'weight'\? Else declare it in the class.$"
+    with pytest.raises(AttributeError, match=message):
+        reg.lamda = 3
 
 
 def test_own_attributes_may_change() -> None:
@@ -1215,7 +1258,8 @@ def test_a_model_without_memory() -> None:
     model[1].to("meta")
     assert list(reg.layers) == ["3", "4"]
     assert reg.left_out["1"] == "weight on the meta device, which holds no numbers"
-    torch.testing.assert_close(reg(), loss_of(model[3]) + loss_of(model[4]))
+    with pytest.warns(UserWarning, match="left out, because their weights hold no numbers yet: 1; run"):
+        torch.testing.assert_close(reg(), loss_of(model[3]) + loss_of(model[4]))
     model[1] = nn.Conv2d(6, 8, 3, 2, 1)
     assert list(reg.layers) == ["1", "3", "4"]
     model.to("meta")
@@ -1245,15 +1289,31 @@ def test_table() -> None:
     text = str(reg)
     assert repr(reg) in text
     rows = {line.split()[0]: line for line in text.splitlines() if line}
-    assert re.fullmatch(r"1 +8x6x3x3 +2x2 +1 +conv +\S+ +[\d.]+% +0\.1 +0", rows["1"])
-    assert re.fullmatch(r"3 +8x5x2x2 +2x2 +1 +conv +\S+ +[\d.]+% +0\.5 +0", rows["3"])
-    assert re.fullmatch(r"4 +5x1x3x3 +1x1 +5 +srip +power iteration +[\d.]+% +0\.1 +0", rows["4"])
+    assert re.fullmatch(r"1 +8x6x3x3 +2x2 +1 +yes +conv +\S+ +[\d.]+% +0\.1 +0", rows["1"])
+    assert re.fullmatch(r"3 +8x5x2x2 +2x2 +1 +yes +conv +\S+ +[\d.]+% +0\.5 +0", rows["3"])
+    assert re.fullmatch(r"4 +5x1x3x3 +1x1 +5 +yes +srip +power iteration +[\d.]+% +0\.1 +0", rows["4"])
     assert re.fullmatch(r" +0 +3 input channels", rows["0"])
     assert "a Linear layer" in rows["6"]
     assert "every 2 steps" in text
     assert "Warmup(steps=4" in text
     shares = [float(share) for share in re.findall(r"([\d.]+)%", text)]
     assert sum(shares) == pytest.approx(100, abs=0.2)
+
+
+def test_table_says_which_layers_train() -> None:
+    model = small()
+    parametrizations.weight_norm(model[4])
+    reg = OrthRegularizer(model)
+
+    def shown() -> list[str]:
+        return re.findall(r"^[134] .* (yes|frozen) +conv", str(reg), re.M)
+
+    assert shown() == ["yes", "yes", "yes"]
+    model[1].requires_grad_(False)
+    model[4].parametrizations.weight.original0.requires_grad_(False)  # its direction still trains
+    assert shown() == ["frozen", "yes", "yes"]
+    model[4].requires_grad_(False)
+    assert shown() == ["frozen", "yes", "frozen"]
 
 
 def test_table_shows_the_plans_of_the_chosen_backend(monkeypatch: pytest.MonkeyPatch) -> None:

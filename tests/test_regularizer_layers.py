@@ -258,6 +258,21 @@ def test_a_weight_of_another_kind_is_left_out(dtype: torch.dtype) -> None:
     assert list(reg.layers) == ["0", "1"]
 
 
+@pytest.mark.filterwarnings("ignore")  # quantised tensors of torch.ao say that they are deprecated
+def test_quantised_layers_are_left_out_with_a_reason() -> None:
+    quantized = pytest.importorskip("torch.ao.nn.quantized")
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), quantized.Conv2d(6, 8, 3), quantized.Linear(8, 8))
+    reg = OrthRegularizer(model, 1.0)
+    assert list(reg.layers) == ["0"]
+    assert reg.left_out == {index: "quantised: its weight is not trained" for index in "12"}
+    assert reg().item() == pytest.approx(definition(model[0].weight), rel=1e-5)
+    assert list(OrthRegularizer(model, include=["0", "1"]).layers) == ["0"]  # a pattern for it matches
+    readable = {quantized.Conv2d: lambda module: module.weight().dequantize()}
+    assert list(OrthRegularizer(model, weight_of=readable).layers) == ["0", "1"]
+    model[1] = nn.Conv2d(6, 8, 3)
+    assert list(reg.layers) == ["0", "1"]
+
+
 @pytest.mark.parametrize("argument", ["weight", "method"])
 def test_patterns_are_text(argument: str) -> None:
     with pytest.raises(TypeError, match=f"{argument} must map name patterns .* got the key 0"):
@@ -333,10 +348,23 @@ def test_an_exploding_loss_is_told_once(factor: float, way: str) -> None:
             call()
     with torch.no_grad():
         model[1].weight.mul_(factor)
-    with pytest.warns(UserWarning, match=r"loss explodes in 1 \(\S+ at first, now \S+\): it grows") as caught:
+    exploded = r"^the orthogonality loss explodes in 1 \(\S+ at first, now \S+\): it grows"
+    broken = "^the weight of 1 holds NaN or inf, so the orthogonality loss is not finite;"
+    with pytest.warns(UserWarning, match=exploded if math.isfinite(factor) else broken) as caught:
         [call() for _ in range(3)]
     assert len(caught) == 1
     assert caught[0].filename == __file__
+
+
+def test_a_finite_weight_whose_loss_overflows_explodes() -> None:
+    """Both at once: the loss that overflowed is not blamed on the weight that is NaN."""
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3) for _ in range(3)))
+    with torch.no_grad():
+        model[0].weight.mul_(1e15)
+        model[2].weight[0, 0, 0, 0] = math.nan
+    reg = OrthRegularizer(model)
+    with pytest.warns(UserWarning, match="^the weight of 2 holds NaN or inf, .*the orthogonality loss explodes in 0 "):
+        reg()
 
 
 def test_a_loss_that_starts_near_zero_may_grow() -> None:
@@ -386,8 +414,10 @@ def test_losses_on_a_device_are_looked_at_when_they_have_come(monkeypatch: pytes
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     looking = watch.Watch(["a", "b"], [1.0, 1.0])
     assert [looking.is_due(Losses.device) for _ in range(10)] == [True, *[False] * 7, True, False]
-    assert looking.see(Losses([1.0, 1.0])) == ""
-    assert looking.see(Losses([1.0, 1e9])) == ""
+    weights = [torch.ones(1), torch.ones(1)]
+    assert looking.see(Losses([1.0, 1.0]), weights) == ""
+    assert looking.see(Losses([1.0, 1e9]), weights) == ""
     passed = True
-    assert looking.see(Losses([1.0, 1e9])) == ""  # the first
-    assert looking.see(Losses([1.0, 1.0])) == "b (1 at first, now 1e+09)"
+    assert looking.see(Losses([1.0, 1e9]), weights) == ""  # the first
+    said = "the orthogonality loss explodes in b (1 at first, now 1e+09): "
+    assert looking.see(Losses([1.0, 1.0]), weights).startswith(said)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from difflib import get_close_matches
 from math import inf, sqrt
 from typing import Any, Literal
 
@@ -36,6 +37,8 @@ from .table import describe
 __all__ = ["OrthRegularizer"]
 
 _SETTINGS = frozenset(field.name for field in fields(Settings))
+#: What the weight is called elsewhere.
+_ALSO_CALLED = dict.fromkeys(("lambda", "lambd", "lam", "lmbda", "coefficient", "strength"), "weight")
 _UPDATES_WITHOUT_STEP = 3  # of the weights
 _CALLS_WITHOUT_STEP = 1000  # more than anybody accumulates, for optimisers whose updates autograd does not see
 
@@ -49,8 +52,9 @@ class OrthRegularizer:
     All layers go through one fused pass, each with its own stride, dilation and groups. The model is looked at again at
     every call: replaced layers, frozen parameters, another device or dtype are noticed.
 
-    Layers are Linear, Conv1d/2d/3d and ConvTranspose1d/2d/3d modules, lazy ones once they have seen an input, with the
-    weight that they compute (parametrisations, weight norm, spectral norm, pruning), tied weights counted once. A
+    Layers are Linear, Conv1d/2d/3d and ConvTranspose1d/2d/3d modules, lazy ones once they have seen an input and others
+    once they have left the meta device, with the weight that they compute (parametrisations, weight norm, spectral
+    norm, pruning), tied weights counted once. Quantised layers, which nothing trains, are left out. A
     transposed convolution is regularised as the adjoint of the convolution with its weight ``(in, out/groups, k..)``:
     loss zero means that it preserves the length of its input. A frozen weight counts in the value and gets no gradient.
 
@@ -100,7 +104,8 @@ class OrthRegularizer:
             reg.step()              # only needed with a schedule or every > 1
 
     ``print(reg)`` shows what is regularised, how, at which share of the cost, and what was left out and why. The
-    arguments are attributes too: assigning to one takes what the argument takes, and counts from then on.
+    arguments are attributes too: assigning to one takes what the argument takes, and counts from then on. Another name
+    is refused; a subclass may have attributes of its own, if they are not nearly called as an argument.
     """
 
     model: nn.Module
@@ -149,7 +154,7 @@ class OrthRegularizer:
         its average over the ranks is the full value (see :meth:`value`).
         """
         selection, weights = self._look()
-        self._expect_steps(selection)
+        self._check_use(selection)
         rank, world = self._rank_and_world(weights)
         share = selection.share(rank, world) if self._applies else ()
         total: Tensor | None = None
@@ -168,17 +173,17 @@ class OrthRegularizer:
 
         ``in_pieces``: FSDP takes a gradient as soon as its module's backward is done, before that of the one node is.
         """
+        chosen = _chosen(bundle, weights)
         if bundle.problems is not None and self._settings.squared and not in_pieces:
             # One product after the other: torch.compile follows a float that changes only into a tensor.
             alone = world == 1 or torch.compiler.is_compiling()
             factor = self._factor if alone else self._factor * world
-            chosen = _chosen(bundle, weights)
             value, losses = orth_total(chosen, bundle.problems, bundle.options, bundle.coefficients, factor)
             world = world if alone else 1
         else:
-            losses = self._losses(bundle, weights)
+            losses = self._losses(bundle, chosen)
             value = torch.dot(losses, bundle.coefficients.values) * self._factor
-        self._watch(bundle, losses)
+        self._watch(bundle, chosen, losses)
         return value if world == 1 else value * world
 
     def per_layer(self) -> dict[str, Tensor]:
@@ -192,7 +197,8 @@ class OrthRegularizer:
             selection, weights = self._look()
         with torch.no_grad():
             for bundle in selection.bundles(selection.everything):
-                values.update(zip(bundle.indices, self._losses(bundle, weights).unbind(), strict=True))
+                losses = self._losses(bundle, _chosen(bundle, weights))
+                values.update(zip(bundle.indices, losses.unbind(), strict=True))
         return {layer.name: values[index] for index, layer in enumerate(selection.layers)}
 
     def add_grad_(self, scale: float | Tensor = 1.0, *, shard: bool = False) -> None:
@@ -209,7 +215,7 @@ class OrthRegularizer:
         """
         with torch.enable_grad():
             selection, weights = self._look()
-        self._expect_steps(selection)
+        self._check_use(selection)
         if not self._applies:
             return
         rank, world = self._rank_and_world(weights) if shard and averages_everything(self.model) else (0, 1)
@@ -237,15 +243,16 @@ class OrthRegularizer:
         if not squared:  # d||R|| = d||R||^2 / (2 ||R||), which is known only when all of R is
             for target, grad, loss in zip(targets, grads, losses, strict=True):
                 target.add_(grad * torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
-        self._watch(bundle, losses)
+        self._watch(bundle, parameters, losses)
 
     def _add_through_graph(
         self, bundle: Bundle, weights: list[Tensor], leaves: list[Tensor], factor: float, scale: float | Tensor
     ) -> None:
         with torch.enable_grad():
-            losses = self._losses(bundle, weights)
+            chosen = _chosen(bundle, weights)
+            losses = self._losses(bundle, chosen)
             value = torch.dot(losses, bundle.coefficients.values) * factor
-        self._watch(bundle, losses)
+        self._watch(bundle, chosen, losses)
         found = torch.autograd.grad(value, leaves, allow_unused=True)
         meshes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what is computed together must lie on one, or on none
         for leaf, grad in zip(leaves, found, strict=True):
@@ -287,7 +294,7 @@ class OrthRegularizer:
             raise ValueError(f"rate must be a positive number, got {rate!r}")
         check_choice("safe", safe, (True, False, "always"))
         selection, weights = self._look()
-        self._expect_steps(selection)
+        self._check_use(selection)
         rate *= self._factor / self._settings.every
         if not rate:
             return
@@ -447,7 +454,7 @@ class OrthRegularizer:
     def __getattr__(self, name: str) -> Any:
         if name in _SETTINGS:
             return getattr(self._settings, name)
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{_hint(name)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "model":
@@ -455,7 +462,21 @@ class OrthRegularizer:
         elif name in _SETTINGS:
             self._use(self.model, replace(self._settings, **{name: value}))
         else:
+            self._check_attribute(name)
             super().__setattr__(name, value)
+
+    def _check_attribute(self, name: str) -> None:
+        """Refuse a name that nobody reads, such as ``lamda``: it would change nothing.
+
+        A subclass may have attributes of its own: any name that it declares (a class attribute or an annotation), and
+        any other that is not nearly that of an argument.
+        """
+        if name.startswith("_") or name in self.__dict__ or any(_declares(kind, name) for kind in type(self).__mro__):
+            return
+        mine, hint = type(self) is OrthRegularizer, _hint(name)
+        if mine or hint:
+            declare = "" if mine else " Else declare it in the class."
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r} to set{hint}{declare}")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": None}
@@ -466,14 +487,11 @@ class OrthRegularizer:
         """Take over a model and what is asked of it, or say what does not go together and change nothing."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-        layers = dict(modules.named_layers(modules.unwrap(model), settings.custom_kinds))
-        settings.check_patterns(list(layers))
+        settings.check_patterns([name for name, _ in modules.named_layers(modules.unwrap(model), settings.other_kinds)])
         factor = settings.factor_at(self._steps)
-        waiting = any(map(modules.is_uninitialized, layers.values()))
-        seen = None if waiting else Selection(model, settings)
+        seen = Selection(model, settings)
         self.__dict__.update(model=model, _settings=settings, _factor=factor, _applies=factor != 0, _seen=seen)
-        if seen is not None:
-            self._warn_once(seen)
+        self._warn_once(seen)
 
     def _rank_and_world(self, weights: list[Tensor]) -> tuple[int, int]:
         group = sharing_group(self.model, self._settings.shard)
@@ -486,9 +504,8 @@ class OrthRegularizer:
             )
         return group.rank(), group.size()
 
-    def _losses(self, bundle: Bundle, weights: list[Tensor]) -> Tensor:
-        """Unweighted losses of one bundle, 1-D; ``weights`` are those of all layers."""
-        chosen = _chosen(bundle, weights)
+    def _losses(self, bundle: Bundle, chosen: list[Tensor]) -> Tensor:
+        """Unweighted losses of one bundle, 1-D; ``chosen`` is what :func:`_chosen` gives."""
         squared = self._settings.squared
         if bundle.problems is not None:
             losses = torch.stack(list(orth_losses(chosen, bundle.problems, bundle.options)))
@@ -501,17 +518,14 @@ class OrthRegularizer:
         least = bundle.coefficients.least
         return losses if least is None else losses - least
 
-    def _watch(self, bundle: Bundle, losses: Tensor | Sequence[Tensor]) -> None:
-        """Say once that losses explode."""
+    def _watch(self, bundle: Bundle, chosen: Sequence[Tensor], losses: Tensor | Sequence[Tensor]) -> None:
+        """Say once that losses explode or are not finite; ``chosen`` is what they were computed of."""
         if "growth" in self._warned or not bundle.watch.is_due(bundle.coefficients.values.device):
             return
-        grown = bundle.watch.see(losses if isinstance(losses, Tensor) else torch.stack(list(losses)))
-        if grown:
+        said = bundle.watch.see(losses if isinstance(losses, Tensor) else torch.stack(list(losses)), chosen)
+        if said:
             self._warned.add("growth")
-            warn(
-                f"the orthogonality loss explodes in {grown}: it grows with the fourth power of the weights; lower "
-                "lambda or the learning rate, clip gradients, or begin with schedules.Warmup"
-            )
+            warn(said)
 
     def _look(self) -> tuple[Selection, list[Tensor]]:
         """The layers of the model as it is now, found anew only if something changed, and their weights."""
@@ -522,10 +536,19 @@ class OrthRegularizer:
         self._warn_once(self._seen)
         return self._seen, self._seen.weights()
 
-    def _expect_steps(self, selection: Selection) -> None:
-        """Who never counts a step stays at the first: a warm-up at zero, ``every=n`` at n times the strength."""
+    def _check_use(self, selection: Selection) -> None:
+        """Say once what is not as somebody who uses the loss will expect: weights without numbers, uncounted steps.
+
+        Who never counts a step stays at the first: a warm-up at zero, ``every=n`` at n times the strength.
+        """
         if torch.compiler.is_compiling():  # first: a graph that has looked at the count is traced again at every step
             return
+        if selection.waiting and "waiting" not in self._warned:
+            self._warned.add("waiting")
+            warn(
+                f"these layers are left out, because their weights hold no numbers yet: {', '.join(selection.waiting)}; "
+                "run the model once if they are lazy, load them if they are on the meta device"
+            )
         if self._steps or not self._settings.goes_by_steps or "step()" in self._warned:
             return
         sources = (source for layer in selection.layers for source in layer.sources)
@@ -542,7 +565,7 @@ class OrthRegularizer:
             )
 
     def _warn_once(self, selection: Selection) -> None:
-        if not selection.layers and "" not in self._warned:
+        if not (selection.layers or selection.waiting or "" in self._warned):
             self._warned.add("")
             warn("OrthRegularizer found no layer to regularise; print(reg) says why")
         if selection.empty_blocks and "preset" not in self._warned:
@@ -564,6 +587,16 @@ class OrthRegularizer:
             "no orthogonal convolution exists with more filters than input channels times taps and a stride that skips "
             f"input pixels; the loss of these layers cannot reach zero: {listed}"
         )
+
+
+def _declares(kind: type, name: str) -> bool:
+    return name in kind.__dict__ or name in getattr(kind, "__annotations__", {})
+
+
+def _hint(name: str) -> str:
+    """The argument that a wrong name is nearest to, as the end of a sentence, or nothing."""
+    near = get_close_matches(name, [*_SETTINGS, *_ALSO_CALLED, "model"], n=1, cutoff=0.75)
+    return f"; did you mean {_ALSO_CALLED.get(near[0], near[0])!r}?" if near else ""
 
 
 def _least(layer: Layer) -> str:

@@ -49,6 +49,11 @@ class Layer:
         return tuple(self.module.parameters())
 
     @property
+    def trains(self) -> bool:
+        """Whether any parameter behind the weight gets a gradient; a frozen layer counts in the value alone."""
+        return any(source.requires_grad for source in self.sources)
+
+    @property
     def turned(self) -> bool:
         """Whether the loss is that of the columns: the norm of kernel orthogonality takes the smaller Gram matrix."""
         if self.method != "kernel" or self.squared or self.problem.target == OFF_DIAGONAL:
@@ -104,6 +109,8 @@ class Selection:
         self._shares: dict[int, list[tuple[int, ...]]] = {}
         self._pasts: dict[int, Past] = {}
         self.layers, self.left_out, self.empty_blocks, self._unusable = _choose(model, settings)
+        #: Names of layers that will be regularised as soon as their weights hold numbers.
+        self.waiting = [modules.label(name) for name, module, read in self._unusable if _holds_nothing(module, read)]
         self.everything = tuple(range(len(self.layers)))
         # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
         device = self.layers[0].device if self.layers else None
@@ -111,7 +118,7 @@ class Selection:
         # What is compared at every call: the tree of modules, and of each layer all that a plan depends on. Every
         # layer's parameters are watched, of those left out too: one may have been tied to another.
         self._tree = [(module._modules, tuple(module._modules.values())) for module in model.modules()]
-        self._watched = [module._parameters for _, module in modules.named_layers(model, settings.custom_kinds)]
+        self._watched = [module._parameters for _, module in modules.named_layers(model, settings.other_kinds)]
         self._identities = self._identify()
         weights = self.weights()
         self._states = self._look_at(weights)
@@ -127,7 +134,9 @@ class Selection:
     def _look_at(self, weights: list[Tensor]) -> list[tuple[Any, ...]]:
         """What must stay the same; of what cannot be used too: it may be loaded, or converted, later."""
         seen = [_state(layer.module, weight) for layer, weight in zip(self.layers, weights, strict=True)]
-        return seen + [_state(module, read(module)) for module, read in self._unusable]
+        for _, module, read in self._unusable:
+            seen.append(() if modules.is_uninitialized(module) else _state(module, read(module)))
+        return seen
 
     def current_weights(self) -> list[Tensor] | None:
         """The layers' weights if the model is still as it was, else None; tens of microseconds for a ResNet."""
@@ -241,8 +250,13 @@ def chosen_layers(
 ) -> list[Layer]:
     """The layers that an :class:`OrthRegularizer` with these arguments would choose."""
     settings = Settings(include=include, exclude=exclude, preset=preset)
-    settings.check_patterns([name for name, _ in modules.named_layers(modules.unwrap(model))])
-    return _choose(modules.unwrap(model), settings)[0]
+    plain = modules.unwrap(model)
+    settings.check_patterns([name for name, _ in modules.named_layers(plain, settings.other_kinds)])
+    layers, left_out, _, unusable = _choose(plain, settings)
+    for name, module, read in unusable:
+        if _holds_nothing(module, read):
+            raise RuntimeError(f"{modules.label(name)} cannot be filled: {left_out[name]}")
+    return layers
 
 
 def by_columns(weight: Tensor, groups: int) -> Tensor:
@@ -272,7 +286,12 @@ def _ties(identities: list[int]) -> list[int]:
     return [first.setdefault(identity, index) for index, identity in enumerate(identities)]
 
 
-_Unusable = list[tuple[nn.Module, Callable[[Any], Tensor]]]
+_Unusable = list[tuple[str, nn.Module, Callable[[Any], Tensor]]]
+
+
+def _holds_nothing(module: nn.Module, read: Callable[[Any], Tensor]) -> bool:
+    """Whether the weight is there in name alone."""
+    return modules.is_uninitialized(module) or read(module).device.type == "meta"
 
 
 def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str, str], list[str], _Unusable]:
@@ -283,18 +302,17 @@ def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str
     preset, empty_blocks = paper_resnet(model) if settings.preset else (frozenset(), [])
     adapters = modules.parts_of_adapters(model)
     owner: dict[Hashable, str] = {}
-    for name, module in modules.named_layers(model, settings.custom_kinds):
+    for name, module in modules.named_layers(model, settings.other_kinds):
         reason = adapters.get(module) or _reason_to_leave_out(name, module, settings, preset)
+        read = settings.reader_of(module)
         coefficient = settings.lambda_of(name, module) if reason is None else None
         if not coefficient:
             left_out[name] = reason or ("no pattern of weight matches" if coefficient is None else "weight 0")
             continue
         if modules.is_uninitialized(module):
-            raise RuntimeError(
-                f"{modules.label(name)} is a {type(module).__name__} that has not seen an input yet; "
-                "run the model once before the regularizer"
-            )
-        read = settings.reader_of(module)
+            left_out[name] = f"a {type(module).__name__} that has not seen an input yet"
+            unusable.append((name, module, read))
+            continue
         weight = read(module)
         try:
             check_weight(weight)
@@ -304,7 +322,7 @@ def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str
                     f"{modules.label(name)}: weight_of must give a tensor, got {type(weight).__name__}"
                 ) from None
             left_out[name] = str(error)
-            unusable.append((module, read))
+            unusable.append((name, module, read))
             continue
         layer = _layer(name, module, weight, read, float(coefficient), settings)
         # The same weight at another stride is another convolution.
@@ -317,7 +335,7 @@ def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str
     if any(layer.device.type != "meta" for layer in layers):  # else the whole model is only a sketch
         without_memory = [layer for layer in layers if layer.device.type == "meta"]
         left_out.update({layer.name: "weight on the meta device, which holds no numbers" for layer in without_memory})
-        unusable += [(layer.module, layer.read) for layer in without_memory]
+        unusable += [(layer.name, layer.module, layer.read) for layer in without_memory]
         layers = [layer for layer in layers if layer not in without_memory]
     return layers, left_out, empty_blocks, unusable
 
@@ -330,6 +348,9 @@ def _identity(module: nn.Module, weight: Tensor, read: Callable[[Any], Tensor]) 
 
 
 def _reason_to_leave_out(name: str, module: nn.Module, settings: Settings, preset: frozenset[nn.Module]) -> str | None:
+    custom = isinstance(module, settings.custom_kinds)
+    if isinstance(module, modules.quantized_kinds()) and not custom:
+        return "quantised: its weight is not trained"
     if settings.exclude is not None and matches(settings.exclude, name, module):
         return "excluded"
     if settings.preset is not None:
@@ -337,7 +358,6 @@ def _reason_to_leave_out(name: str, module: nn.Module, settings: Settings, prese
     if settings.include is not None:
         return None if matches(settings.include, name, module) else "not included"
     if not modules.is_convolution(module):
-        custom = isinstance(module, settings.custom_kinds)
         return None if custom else "a Linear layer; include it by name or type"
     if not modules.is_uninitialized(module) and module.in_channels <= modules.FEW_CHANNELS:  # type: ignore[operator]
         return f"{module.in_channels} input channels"

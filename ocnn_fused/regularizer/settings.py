@@ -81,6 +81,11 @@ class Settings:
         """Types of modules whose weight the user names."""
         return tuple(self.weight_of or ())
 
+    @property
+    def other_kinds(self) -> tuple[type, ...]:
+        """Types of modules that are looked at besides Linear and convolutions; quantised ones are then left out."""
+        return *self.custom_kinds, *modules.quantized_kinds()
+
     def reader_of(self, module: nn.Module) -> Callable[[Any], Tensor]:
         """What gives the module's weight at the moment of the call."""
         for kind, read in (self.weight_of or {}).items():

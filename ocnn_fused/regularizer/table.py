@@ -9,11 +9,11 @@ from ..plan import AnyPlan
 from .selection import Layer, Selection
 from .settings import Settings
 
-_HEADER = ("layer", "weight shape", "stride", "groups", "method", "plan", "cost", "lambda", "least loss")
+_HEADER = ("layer", "weight shape", "stride", "groups", "trains", "method", "plan", "cost", "lambda", "least loss")
 
 
 def describe(title: str, settings: Settings, progress: str, selection: Selection) -> str:
-    """One row per regularised layer with its plan, share of the cost, lambda and least loss; then the others."""
+    """One row per regularised layer: whether it trains, plan, share of the cost, lambda, least loss; then the others."""
     layers = selection.layers
     costs = [layer.cost(settings.power_iterations) for layer in layers]
     rows = [
@@ -42,6 +42,7 @@ def _row(layer: Layer, plan: AnyPlan | None, share: float) -> tuple[str, ...]:
         "x".join(map(str, layer.problem.shape)),
         "x".join(map(str, layer.problem.stride)) or "-",
         str(layer.problem.groups),
+        "yes" if layer.trains else "frozen",
         layer.method,
         plan.name if plan is not None else "power iteration",
         f"{share:.1%}",

@@ -1,4 +1,4 @@
-"""Notices a loss that explodes, without waiting for a device."""
+"""Notices a loss that explodes or is not a number, without waiting for a device."""
 
 from __future__ import annotations
 
@@ -35,8 +35,12 @@ class Watch:
         self._calls += 1
         return device.type == "cpu" or self._calls % _EACH == 1
 
-    def see(self, losses: Tensor) -> str:
-        """Which losses are not finite or too large, in words, or nothing; on a GPU, of losses that came before."""
+    def see(self, losses: Tensor, weights: Sequence[Tensor]) -> str:
+        """What is wrong with losses that are not finite or too large, in words, or nothing.
+
+        ``weights``: those of the losses, which are looked at only if something is wrong. On a GPU the losses are some
+        that came before.
+        """
         device = losses.device
         if (
             type(losses) is not Tensor
@@ -45,7 +49,7 @@ class Watch:
         ):
             return ""
         if device.type == "cpu":
-            return self._judge(losses.tolist())
+            return self._judge(losses.tolist(), weights)
         if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
             return ""
         said = ""
@@ -53,12 +57,12 @@ class Watch:
             copy, arrived = self._on_its_way
             if not arrived.query():
                 return ""
-            said = self._judge(copy.tolist())
+            said = self._judge(copy.tolist(), weights)
         self._on_its_way = losses.detach().to("cpu", non_blocking=True), torch.cuda.Event()
         self._on_its_way[1].record(torch.cuda.current_stream(device))
         return said
 
-    def _judge(self, values: list[float]) -> str:
+    def _judge(self, values: list[float], weights: Sequence[Tensor]) -> str:
         if not self._limits:
             self._first = values
             self._limits = [
@@ -67,10 +71,28 @@ class Watch:
             ]
         if all(map(le, values, self._limits)):
             return ""
-        rows = zip(self._names, self._first, values, self._limits, strict=True)
-        grown = [
-            f"{label(name)} ({first:.3g} at first, now {now:.3g})"
-            for name, first, now, limit in rows
-            if not now <= limit
-        ]
-        return ", ".join(grown[:4]) + (f" and {len(grown) - 4} more" if len(grown) > 4 else "")
+        broken, grown = [], []
+        rows = zip(self._names, self._first, values, self._limits, weights, strict=True)
+        for name, first, now, limit, weight in rows:
+            if now <= limit:
+                continue
+            if not (isfinite(now) or bool(weight.detach().isfinite().all())):
+                broken.append(label(name))
+            else:
+                grown.append(f"{label(name)} ({first:.3g} at first, now {now:.3g})")
+        sentences = []
+        if broken:
+            sentences.append(
+                f"the weight of {_listed(broken)} holds NaN or inf, so the orthogonality loss is not finite; look for "
+                "what put it there, such as a gradient that was not finite or a damaged checkpoint"
+            )
+        if grown:
+            sentences.append(
+                f"the orthogonality loss explodes in {_listed(grown)}: it grows with the fourth power of the weights; "
+                "lower lambda or the learning rate, clip gradients, or begin with schedules.Warmup"
+            )
+        return ". ".join(sentences)
+
+
+def _listed(parts: list[str]) -> str:
+    return ", ".join(parts[:4]) + (f" and {len(parts) - 4} more" if len(parts) > 4 else "")
