@@ -65,9 +65,8 @@ def orth_losses(weights: Sequence[Tensor], problems: tuple[Problem, ...], option
 class Coefficients(NamedTuple):
     """What the losses of some weights are multiplied by, and what they are counted from; all where the weights are."""
 
-    numbers: tuple[float, ...]
-    values: Tensor  # the same, in the dtype of the sum
-    factors: Tensor  # the same, in float64
+    values: Tensor  # in the dtype of the sum
+    factors: Tensor  # the same, in float64; nobody may write into it afterwards, for backward may read it
     least: Tensor | None  # in the dtype of the sum
 
 
@@ -228,7 +227,8 @@ class OrthLoss(_SingleLevelFunction):
 class _TotalContext(FunctionCtx):
     problems: tuple[Problem, ...]
     with_grad: Sequence[bool]
-    numbers: Sequence[float]  # by which the gradients are multiplied
+    factors: Tensor  # by which the gradients are multiplied, together with factor
+    factor: float
     grads: Sequence[Tensor] | None  # until nobody asks again
     saved_tensors: tuple[Tensor, ...]
 
@@ -248,7 +248,7 @@ class OrthTotal(_SingleLevelFunction):
     ) -> tuple[Tensor, Tensor]:
         losses, ctx.grads = executable(weights, Epilogue(coefficients.factors, factor))
         ctx.problems, ctx.with_grad = problems, with_grad
-        ctx.numbers = [factor * number for number in coefficients.numbers]
+        ctx.factors, ctx.factor = coefficients.factors, factor
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*weights)
         stacked = torch.stack(losses)
@@ -263,10 +263,11 @@ class OrthTotal(_SingleLevelFunction):
             return *(None,) * 5, *results
         places = [place for place, wanted in enumerate(ctx.with_grad) if wanted]
         if torch.is_grad_enabled():  # a graph of this very backward: without the factors they are functions of weights
-            plain = [grad / number if grad.numel() else grad for grad, number in zip(grads, ctx.numbers, strict=True)]
+            numbers = (ctx.factors * ctx.factor).unbind()
+            plain = [grad / number if grad.numel() else grad for grad, number in zip(grads, numbers, strict=True)]
             plain = _orth_grad(weights, plain, *flatten_problems(ctx.problems))
             for place in places:
-                results[place] = plain[place] * (scale * ctx.numbers[place])
+                results[place] = plain[place] * (scale * numbers[place])
             return *(None,) * 5, *results
         wanted = [grads[place] for place in places]
         if torch._C._are_functorch_transforms_active():  # is_grads_batched

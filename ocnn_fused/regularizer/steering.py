@@ -24,6 +24,7 @@ from math import e, inf, nan, prod, sqrt
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..plan import least_loss, polyphase_channels, tap_pairs
@@ -32,14 +33,17 @@ from ..problem import FREE, OFF_DIAGONAL, Problem
 if TYPE_CHECKING:
     from .selection import Layer
 
+#: Lambda and excess of layers whose lambda is steered, 0-dim, by name.
+Known = Mapping[str, tuple[Tensor, Tensor]]
+
 #: Lambda of the first call.
 START = 0.01
 #: How much of an excess's distance to its tolerance, in logarithms, a lambda takes up at a step.
 RATE = 0.01
 #: A lambda that has fallen for long must not take as long to come back.
 LEAST = 1e-6
-#: At most MOST / (1 + sqrt(excess)): the loss grows with the fourth power of the weights, and a step with this lambda
-#: does not overshoot, at SGD's usual rates, whatever the size of the weights.
+#: At most MOST / (1 + the root mean square of ``s^2 - 1``): the loss grows with the fourth power of the weights, and a
+#: step with this lambda does not overshoot, at SGD's usual rates, whatever the size of the weights.
 MOST = 0.3
 
 
@@ -47,10 +51,11 @@ def random_excess(problem: Problem) -> float:
     """Mean of the loss, above its least value, over random filters of length 1, or sqrt(target), on average.
 
     Entries ``N(0, 1/n)``, ``n = C k1..kn``: a product of two filters at a lag where ``p`` pairs of taps meet has the mean
-    square ``C p / n^2``, and that of a filter with itself twice that at lag 0, where 1 is subtracted, if it counts.
+    square ``C p / n^2``, and that of a filter with itself twice that at lag 0, where its mean is subtracted.
     """
     taps = prod(problem.kernel)
-    products = problem.rows * tap_pairs(problem) + (-taps if problem.target == OFF_DIAGONAL else taps)
+    twice = {OFF_DIAGONAL: -1.0, FREE: 1 - 2 / problem.shape[0]}.get(problem.target, 1.0)
+    products = problem.rows * tap_pairs(problem) + twice * taps
     loss = problem.groups * problem.rows * products / (problem.channels * taps**2)
     return (problem.target if problem.target > 0 else 1.0) ** 2 * loss - least(problem)
 
@@ -71,6 +76,11 @@ def least(problem: Problem) -> float:
     return problem.groups * problem.rows * max(0.0, problem.rows / polyphase_channels(problem) - 1)
 
 
+def unit_of(layer: Layer) -> float:
+    """The squared loss above its least value that is an excess of 1."""
+    return random_spectral_excess(layer.problem) if layer.method == "srip" else random_excess(layer.problem)
+
+
 @dataclass(frozen=True, eq=False)
 class Yardstick:
     """Gives the excesses of some layers from their losses."""
@@ -83,10 +93,9 @@ class Yardstick:
     def of(cls, layers: Sequence[Layer]) -> Yardstick:
         units, shifts, filters = [], [], []
         for layer in layers:
-            problem, srip = layer.problem, layer.method == "srip"
-            unit = random_spectral_excess(problem) if srip else random_excess(problem)
-            units.append(1 / unit)
-            shifts.append(0.0 if srip else -least(problem) / unit)
+            problem, unit = layer.problem, unit_of(layer)
+            units.append(1 / unit if unit > 1e-9 else 0.0)  # else the loss is always its least
+            shifts.append(0.0 if layer.method == "srip" else -least(problem) * units[-1])
             filters.append(problem.shape[0] if problem.target == FREE else inf)
         unit, shift, count = torch.tensor([units, shifts, filters], dtype=torch.float64, device=layers[0].device)
         return cls(unit, shift, count if min(filters) < inf else None)
@@ -104,7 +113,7 @@ class Yardstick:
 class Lambdas:
     """The lambdas of all layers on one device, some of them steered and the others constant."""
 
-    def __init__(self, layers: Sequence[Layer], every: int, known: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, layers: Sequence[Layer], every: int, known: Known) -> None:
         device = layers[0].device
 
         def vector(steered: Sequence[float], constant: float) -> Tensor:
@@ -115,17 +124,42 @@ class Lambdas:
 
         count = len(layers)
         tolerances = [layer.tolerance or 1.0 for layer in layers]
+        self._steered = [layer.tolerance is not None for layer in layers]
         self.names = [layer.name for layer in layers]
         self.values = torch.tensor([layer.weight for layer in layers], dtype=torch.float64, device=device)
         #: As it was at the last call.
         self.excess = torch.full_like(self.values, nan)
         for place, name in enumerate(self.names):
-            if name in known and layers[place].tolerance is not None:
+            if name in known and self._steered[place]:
                 self.values[place], self.excess[place] = known[name]
         self._tolerances = torch.tensor(tolerances, dtype=torch.float64, device=device)
+        #: Root mean square of s^2 - 1 at an excess of 1.
+        self._spread = vector([sqrt(unit_of(layer) / _values(layer)) for layer in layers], 0.0)
         self._rates = vector([min(1.0, RATE * every)] * count, 0.0)  # a call speaks for so many steps
         self._least = vector([LEAST] * count, 0.0)
         self._most = vector([MOST] * count, inf)
+
+    def known(self) -> Known:
+        """Copies of all that is to be kept, by the layers' names."""
+        rows = zip(self.names, self._steered, self.values.clone().unbind(), self.excess.clone().unbind(), strict=True)
+        return {name: (value, excess) for name, steered, value, excess in rows if steered}
+
+    def gathered(
+        self, parts: Sequence[tuple[Tensor | None, Tensor]], group: dist.ProcessGroup | None
+    ) -> Tensor:
+        """The excess of every layer, from those of layers at some places; the last one of layers that nobody found.
+
+        With ``group`` a collective, after which all of its processes have the same.
+        """
+        if group is None and parts and parts[0][0] is None:
+            return parts[0][1]
+        found = torch.zeros(2, len(self.names), dtype=torch.float64, device=self.values.device)
+        for places, excess in parts:
+            row = torch.stack([excess, torch.ones_like(excess)])
+            found = row if places is None else found.index_copy(1, places, row)
+        if group is not None:
+            dist.all_reduce(found, group=group)
+        return torch.where(found[1] > 0, found[0], self.excess)
 
     @torch.no_grad()
     def learn(self, excess: Tensor) -> None:
@@ -134,6 +168,11 @@ class Lambdas:
         ratio = (known / self._tolerances).clamp_(1 / e, e)
         changed = (excess != self.excess) & ~excess.isnan()
         self.values.mul_(torch.where(changed, ratio.pow_(self._rates), 1.0))
-        limit = self._most / known.sqrt_().add_(1.0)
+        limit = self._most / known.sqrt_().mul_(self._spread).add_(1.0)
         self.values.clamp_(min=self._least).clamp_(max=limit)
         self.excess.copy_(excess)
+
+
+def _values(layer: Layer) -> int:
+    """Of how many squares the loss is the sum."""
+    return layer.problem.groups if layer.method == "srip" else layer.problem.shape[0]
