@@ -191,7 +191,7 @@ def test_model_is_left_alone_after_an_error() -> None:
 def test_a_weight_without_numbers_is_not_passed_over(layer: nn.Module) -> None:
     model = nn.Sequential(nn.Conv2d(4, 8, 3), layer)
     before = model[0].weight.detach().clone()
-    with pytest.raises(RuntimeError, match="^1 cannot be filled: (a LazyConv2d|weight on the meta device)"):
+    with pytest.raises(RuntimeError, match=r"^1 cannot be filled: (a LazyConv2d|weight on the meta device)"):
         init.init_model_(model)
     assert torch.equal(model[0].weight, before)
     assert init.init_model_(model, exclude="1") == ["0"]

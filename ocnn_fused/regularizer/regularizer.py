@@ -613,8 +613,8 @@ class OrthRegularizer:
         if selection.waiting and "waiting" not in self._warned:
             self._warned.add("waiting")
             warn(
-                f"these layers are left out, because their weights hold no numbers yet: {', '.join(selection.waiting)}; "
-                "run the model once if they are lazy, load them if they are on the meta device"
+                f"layers left out, because their weights hold no numbers yet: {', '.join(selection.waiting)}; run the "
+                "model once if they are lazy, load them if they are on the meta device"
             )
         if self._steps or not self._settings.goes_by_steps or "step()" in self._warned:
             return

@@ -15,7 +15,7 @@ _HEADER = ("layer", "weight shape", "stride", "groups", "trains", "method", "pla
 
 
 def describe(title: str, settings: Settings, progress: str, selection: Selection) -> str:
-    """One row per regularised layer: whether it trains, plan, share of the cost, lambda, least loss; then the others."""
+    """One row per regularised layer with its plan, share of the cost, lambda and least loss; then the others."""
     layers, steered = selection.layers, selection.known()
     costs = [layer.cost(settings.power_iterations) for layer in layers]
     rows = [
@@ -72,6 +72,7 @@ def _options(settings: Settings, progress: str) -> list[str]:
         "norm, not squared": not settings.squared,
         "divided by the number of elements": settings.normalize == "numel",
         "counted from the least loss": settings.normalize == "excess",
+        f"tolerance {settings.tolerance:g}": settings.tolerance != 1,
         f"schedule {settings.schedule!r}": settings.schedule is not None,
         f"every {settings.every} steps": settings.every > 1,
         progress: settings.goes_by_steps,
