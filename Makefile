@@ -37,7 +37,7 @@ EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --e
 NATIVE := $(shell find csrc)
 CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: install test test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training \
+.PHONY: install test test-quick test-avx2 test-torch test-upgrade integrations test-integrations test-zoo coverage bench bench-training \
     bench-smoke bench-check report peers experiments-smoke lint format sanitize gpu gpu-check \
     cuda-build dist clean nvcc FORCE
 .DELETE_ON_ERROR:
@@ -46,6 +46,20 @@ install: $(STAMPS)/extension
 
 test: $(STAMPS)/extension $(STAMPS)/test
 	OMP_NUM_THREADS=1 $(PY) -m pytest tests $(PARALLEL) $(PYTEST_ARGS)
+
+# A selection for newcomers: two minutes on two cores, where the whole suite takes twenty and more.
+QUICK_TESTS := $(patsubst %,tests/test_%.py,bad_input foreach identities imports info init one_node plan projection \
+    properties regularizer regularizer_layers regularizer_networks report spectrum spectrum_network targets)
+
+test-quick: $(STAMPS)/extension $(STAMPS)/test
+	OMP_NUM_THREADS=1 $(PY) -m pytest $(QUICK_TESTS) $(PARALLEL) $(PYTEST_ARGS)
+
+# On a processor with AVX-512, the share of the suite in which one without it can differ, as it would run there.
+AVX2       := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+AVX2_TESTS := $(patsubst %,tests/test_%.py,autograd cpu_backend experiments)
+
+test-avx2: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/experiments
+	$(AVX2) OMP_NUM_THREADS=1 $(PY) -m pytest $(AVX2_TESTS) $(PARALLEL) $(PYTEST_ARGS)
 
 # The suite with another torch, from a copy of the sources and in a venv of their own, so that .venv and what was built for
 # it stay as they are: make test-torch TORCH=torch==2.9.1 PYTHON=python3.13 TRITON=triton==3.5.1

@@ -1,6 +1,7 @@
 """Side by side with everything a user would pick instead, layer by layer and over whole networks.
 
     python benchmarks/compare.py                          the shapes with targets, then ResNet-34
+    python benchmarks/compare.py --quick                  what of that fits into 100 s, the smallest first
     python benchmarks/compare.py --network vgg16 dcgan    these networks; "all" is every one
     python benchmarks/compare.py --foreach --precisions   50 small layers; our backends and dtypes
     python benchmarks/compare.py --contenders all         also torch.compile, which takes seconds per layer to compile
@@ -8,16 +9,19 @@
     python benchmarks/compare.py --panels                 the CPU backend's own products against the BLAS, nothing else
 
 Every contender's losses and gradients are compared with what it claims to compute, in float64, before it is timed.
+Rows are printed as they are measured; Ctrl-C keeps those that there are.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import figures
@@ -52,6 +56,8 @@ from torch import Tensor, nn
 from ocnn_fused import OrthRegularizer
 
 COMMAND = "compare"
+#: What --quick may take in all, so that it ends in a minute or two whatever else the machine does.
+QUICK_SECONDS = 100.0
 BOTH, LOSS = "loss and gradient", "loss"
 BOUND = "bound"
 SHAPES, LARGE, FOREACH, PRECISION = "shapes", "large kernels", "foreach", "precisions"
@@ -233,7 +239,11 @@ def exact_table(rows: Rows, section: str, measure: str = BOTH) -> str:
                 "target": "" if target is None or speed_up is None else verdict(speed_up, target),
             }
         )
-    if section not in (*SINGLE, FOREACH):
+    if (
+        section not in (*SINGLE, FOREACH)
+        and len(networks_of(rows.where(section=section, measure=measure)))
+        and len(body) > 1
+    ):
         totals = _totals(rows, section)
         sums = {f"{name} ms": milliseconds(totals.get(name)) for name in EXACT}
         faster = times(ratio(totals.get(REFERENCE), totals.get(FUSED)))
@@ -340,7 +350,9 @@ def draw(rows: Rows, folder: Path) -> list[Path]:
             bars.append(figures.Bar(f"{subject}{times_count}", speed_up or 0.0, bound, network))
         path = folder / f"compare-{section.replace(', ', '-').replace(' ', '-')}.png"
         drawn.append(figures.speed_ups(path, _title(section), bars, kept.every[0].environment))
-    networks = {section: _totals(rows, section) for section in sections_of(rows) if section not in SINGLE}
+    networks = {
+        section: totals for section in sections_of(rows) if section not in SINGLE and (totals := _totals(rows, section))
+    }
     if networks:
         names = [name for name in (*EXACT, *OTHERS) if any(name in totals for totals in networks.values())]
         series: dict[str, list[float | None]] = {
@@ -371,6 +383,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--foreach", action="store_true", help="50 small layers in one call and one by one")
     parser.add_argument("--precisions", action="store_true", help="our backends by dtype")
     parser.add_argument("--panels", action="store_true", help="compare panels with the BLAS instead (CPU only)")
+    budget = "seconds: rows that would not fit are left out (default: 100 with --quick, else none)"
+    parser.add_argument("--budget", type=float, help=budget)
     parser.add_argument("--loss-only", action="store_true", help="layers without their gradient")
     every = [*CONTENDERS, "all"]
     usual = "per layer (default: all but compiled)"
@@ -378,8 +392,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.panels and options.device != "cpu":
         parser.error("--panels is about the CPU")
+    options.layers = True
     if not any((options.network, options.shapes, options.large_kernels, options.foreach, options.precisions)):
         options.network, options.shapes = ["resnet34"], True
+        options.layers = not options.quick  # they are much the same as the shapes
+    if options.budget is None:
+        options.budget = QUICK_SECONDS if options.quick and not options.repeats else math.inf
     if "all" in options.network:
         options.network = list(NETWORKS)
     if "all" in options.contenders:
@@ -395,26 +413,63 @@ def layers_of(options: argparse.Namespace) -> list[Layer]:
     return list({layer.geometry: layer for layer in every}.values())
 
 
-def measure(harness: Harness, options: argparse.Namespace) -> None:
+@dataclass(frozen=True)
+class Job:
+    """Rows that are measured together."""
+
+    label: str
+    rows: int
+    multiply_adds: float  # of the reference
+    run: Callable[[], None]
+
+
+def jobs_of(harness: Harness, options: argparse.Namespace) -> list[Job]:
     """Everything that the options ask for."""
+
+    def work(layers: Iterable[Layer]) -> float:
+        return sum(layer.count * plan_of(layer, harness.settings).reference_multiply_adds for layer in layers)
+
+    def single(section: str, layer: Layer, names: Sequence[str]) -> Job:
+        run = partial(measure_layer, harness, section, layer, names)
+        return Job(layer.label, 1, work([replace(layer, count=1)]), run)
+
     exact = [name for name in options.contenders if name in EXACT]
-    rows = sum(len(NETWORKS[name]) + 2 for name in options.network)
-    random = large_kernels() if options.large_kernels else ()
-    rows += len(TARGETS) * options.shapes + len(random) + 2 * options.foreach
-    rows += 2 * len(PRECISION_LAYERS) * len(DTYPES) * options.precisions
-    with harness.progress(rows):
-        for target in TARGETS if options.shapes else ():
-            measure_layer(harness, SHAPES, target.layer, exact)
-        for layer in random:
-            measure_layer(harness, LARGE, layer, exact)
-        for name in options.network:
-            for layer in NETWORKS[name]:
-                measure_layer(harness, name, layer, options.contenders)
-            measure_network(harness, name, NETWORKS[name])
-        if options.foreach:
-            measure_network(harness, "50 layers of 32 to 64 channels", SMALL, FOREACH)
-        if options.precisions:
-            measure_precisions(harness, PRECISION_LAYERS)
+    jobs = [single(SHAPES, target.layer, exact) for target in (TARGETS if options.shapes else ())]
+    jobs += [single(LARGE, layer, exact) for layer in (large_kernels() if options.large_kernels else ())]
+    for name in options.network:
+        layers = NETWORKS[name]
+        jobs += [single(name, layer, options.contenders) for layer in (layers if options.layers else ())]
+        jobs.append(Job(name, 2, work(layers), partial(measure_network, harness, name, layers)))
+    if options.foreach:
+        label = "50 layers of 32 to 64 channels"
+        jobs.append(Job(label, 2, work(SMALL), partial(measure_network, harness, label, SMALL, FOREACH)))
+    if options.precisions:
+        rows = 2 * len(PRECISION_LAYERS) * len(DTYPES)
+        run = partial(measure_precisions, harness, PRECISION_LAYERS)
+        jobs.append(Job("precisions", rows, rows * work(PRECISION_LAYERS), run))
+    return jobs
+
+
+def measure(harness: Harness, options: argparse.Namespace) -> None:
+    """Everything that the options ask for, or what of it fits into the budget, the smallest first."""
+    jobs = jobs_of(harness, options)
+    limited = options.budget < math.inf
+    if limited:
+        jobs.sort(key=lambda job: job.multiply_adds)
+    left_out: list[str] = []
+    start, before, took = perf_counter(), 0.0, 0.0  # the work of the job before, and its seconds
+    with harness.progress(sum(job.rows for job in jobs)):
+        for job in jobs:
+            begin = perf_counter()
+            # It takes longer as it has more work to do than the job before.
+            if before and begin - start + took * max(1.0, job.multiply_adds / before) > options.budget:
+                left_out.append(job.label)
+                continue
+            job.run()
+            before, took = job.multiply_adds, perf_counter() - begin
+    if left_out:
+        harness.complete = False
+        print(f"Left out to end within {options.budget:g} s: {', '.join(left_out)}; --budget gives more")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,11 +14,14 @@ from typing import Any
 
 from record import BYTES, OUT, SECONDS, Environment, Row, Rows, load, save
 from steps import DTYPES, PRECISIONS, Settings, WrongResultError, usual_device
+from tables import milliseconds
 from timing import EAGER, Disturbance, Effort, interleave, make_timer
 from tqdm import tqdm
 
 #: If other processes use more than this share of the CPU, times are not to be trusted.
 DISTURBED = 0.05
+#: The exit code of what Ctrl-C ended.
+INTERRUPTED = 128 + signal.SIGINT
 
 
 def parser_of(description: str) -> argparse.ArgumentParser:
@@ -46,6 +51,8 @@ class Harness:
         self.settings.apply()
         self.timer = make_timer(options.device)
         self.rows: list[Row] = []
+        self.complete = True  # whether everything was measured that was asked for
+        self.interrupted = False
         self._bar: Any = None
         print(Environment.of(self.settings), flush=True)
 
@@ -53,13 +60,20 @@ class Harness:
     def effort(self) -> Effort:
         if self.options.repeats:
             return Effort.exactly(self.options.repeats)
-        return Effort(0.5, min_rounds=3) if self.options.quick else Effort(self.options.seconds)
+        return Effort(0.5, min_rounds=3, limit=1.5) if self.options.quick else Effort(self.options.seconds)
 
     @contextmanager
     def progress(self, total: int) -> Iterator[None]:
-        """A bar over so many subjects; whatever is measured inside moves it."""
-        with tqdm(total=total, unit="row", dynamic_ncols=True) as self._bar:
-            yield
+        """A bar over so many subjects; whatever is measured inside moves it.
+
+        Ctrl-C ends what is measured inside, and what comes afterwards goes on with the rows that there are.
+        """
+        try:
+            with tqdm(total=total, unit="row", dynamic_ncols=True) as self._bar:
+                yield
+        except KeyboardInterrupt:
+            self.interrupted, self.complete = True, False
+            print(f"\nInterrupted: {len(self.rows)} rows are kept.", flush=True)
         self._bar = None
 
     def announce(self, what: str) -> None:
@@ -91,7 +105,17 @@ class Harness:
         for (mode, name), taken in samples.items():
             place = section if mode == EAGER else f"{section}, {mode}"
             self.add(place, subject, name, measure, SECONDS, taken, share, details, settings)
+        self.show(section, subject, measure, settings)
         self.advance()
+
+    def show(self, section: str, subject: str, measure: str, settings: Settings | None = None) -> None:
+        """Print what was just measured, above the bar."""
+        where = Environment.of(settings or self.settings)
+        rows = Rows(row for row in self.rows if row.environment == where)
+        rows = rows.where(section=section, subject=subject, measure=measure)
+        times = ", ".join(f"{row.contender} {milliseconds(row.p50)}" for row in rows)
+        tqdm.write(f"{section} {subject}, {measure}, ms: {times}")
+        sys.stdout.flush()
 
     def add(
         self,
@@ -128,18 +152,25 @@ class Harness:
 
     def finish(self) -> Rows:
         """Writes JSON and CSV, and returns the rows of this run together with those kept from others."""
-        path = save(self.options.out, self.command, self.rows)
+        path = save(self.options.out, self.command, self.rows, self.complete)
         print(f"Rows: {path} and .csv")
         return Rows(load(self.options.out, self.command))
 
     def report(self, tables: Callable[[Rows], str], draw: Callable[[Rows, Path], Sequence[Path]]) -> None:
-        """Writes all of that, prints the tables of this run, and draws everything that is kept."""
+        """Writes all of that, prints the tables of this run, and draws everything that is kept.
+
+        A run that was interrupted ends with the exit code that shells give to it.
+        """
+        if self.interrupted and not self.rows:
+            raise SystemExit(INTERRUPTED)
         every = self.finish()
         print(f"\n{tables(Rows(self.rows))}")
         if note := disturbed(self.rows):
             print(f"\n{note}")
         for picture in draw(every, self.options.out):
             print(f"Picture: {picture}")
+        if self.interrupted:
+            raise SystemExit(INTERRUPTED)
 
 
 def disturbed(rows: Iterable[Row]) -> str:

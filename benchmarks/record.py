@@ -1,7 +1,8 @@
 """What a benchmark leaves behind: rows that say what was measured, where, with which versions, and how undisturbed.
 
 A command's rows are kept as ``<command>.json``, one complete record per row, and as CSV. A later run replaces the rows
-of the sections that it measured and leaves the others, so that a long command can be run in pieces.
+of the sections that it measured and leaves the others, so that a long command can be run in pieces. One that did not
+come to its end replaces the rows that it measured, and no others.
 """
 
 from __future__ import annotations
@@ -134,12 +135,13 @@ class Row:
         return self.section, self.subject, self.contender, self.measure, where.device, where.dtype, where.threads
 
 
-def save(folder: Path, command: str, rows: Iterable[Row]) -> Path:
-    """Keep the rows beside those of other sections; returns where the JSON is."""
+def save(folder: Path, command: str, rows: Iterable[Row], complete: bool = True) -> Path:
+    """Keep the rows beside those of other sections, or beside all others if not complete; returns where the JSON is."""
     folder.mkdir(parents=True, exist_ok=True)
     path, new = folder / f"{command}.json", list(rows)
-    replaced = {row.section for row in new}
-    every = [row for row in load(folder, command) if row.section not in replaced] + new
+    sections, keys = {row.section for row in new}, {row.key for row in new}
+    every = [row for row in load(folder, command) if not (row.section in sections if complete else row.key in keys)]
+    every += new
     path.write_text("[\n" + ",\n".join(json.dumps(asdict(row)) for row in every) + "\n]\n")
     with path.with_suffix(".csv").open("w", newline="") as file:
         flat = [{**asdict(row), **asdict(row.environment)} for row in every]

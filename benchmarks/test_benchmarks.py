@@ -7,6 +7,8 @@ time; each case asserts that the result it timed is right.
 from __future__ import annotations
 
 import json
+import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -163,6 +165,58 @@ def test_the_pages_are_made_of_kept_rows_alone(tmp_path: Path) -> None:
     assert f" {milliseconds(median)} " in page
     assert report.write_pages(results, docs) == written
     assert (docs / "benchmarks.md").read_text() == page
+
+
+def test_an_interrupted_run_keeps_its_rows(tmp_path: Path) -> None:
+    """Each row is shown when it is there, and Ctrl-C leaves those that are; older rows of the others stay."""
+    old = [row("fused", 1.0, section="shapes", subject="1x1x1x1"), row("fused", 1.0, section="other")]
+    record.save(tmp_path, "compare", old)
+    command = [sys.executable, "benchmarks/compare.py", "--shapes", "--quick", "--threads", "1", "--out", str(tmp_path)]
+    process = subprocess.Popen(command, cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    assert process.stdout is not None
+    shown = []
+    for line in process.stdout:
+        if line.startswith("shapes "):
+            shown.append(line)
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stdout.read()
+    assert process.wait() == 128 + signal.SIGINT
+    assert re.search(r"^Interrupted: \d+ rows are kept\.$", rest, re.M)
+    assert re.search(r"^\| layer ", rest, re.M)
+    subject = shown[0].split()[1].rstrip(",")
+    kept = Rows(record.load(tmp_path, "compare"))
+    assert len(kept.where(section="shapes", subject=subject, contender=FUSED)) == 1
+    assert len(kept.where(section="shapes").names("subject")) < len(TARGETS)
+    assert kept.every[:2] == old
+
+
+def test_a_budget_takes_the_smallest_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One job always runs; what cannot fit is named."""
+    options = ["--shapes", "--threads", "1", "--repeats", "1", "--contenders", FUSED, "--out", str(tmp_path)]
+    compare.main([*options, "--budget", "1e-9"])
+    (measured,) = Rows(record.load(tmp_path, "compare")).names("subject")
+    assert measured == "16x4x7x7"
+    said = capsys.readouterr().out
+    left_out = re.search(r"^Left out to end within 1e-09 s: (.*); --budget gives more$", said, re.M)
+    assert left_out is not None
+    assert set(left_out[1].split(", ")) == {target.layer.label for target in TARGETS} - {measured}
+
+
+def test_a_round_will_do_where_time_is_limited() -> None:
+    """Of calls that become slow, as they do beside busy processes."""
+    seconds = 0.0
+
+    def clock() -> float:
+        return seconds
+
+    def call() -> None:
+        nonlocal seconds
+        seconds += 0.01
+
+    for effort, rounds in ((Effort(0.0, 3), 3), (Effort(0.0, 3, limit=0.0), 1)):
+        (samples,) = interleave({"call": call}, CpuTimer(clock), effort).values()
+        assert len(samples) == rounds
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -114,11 +114,15 @@ Name = TypeVar("Name")
 
 @dataclass(frozen=True)
 class Effort:
-    """How long one interleaved measurement may take: whole rounds until ``seconds`` have passed."""
+    """How long one interleaved measurement may take: whole rounds until ``seconds`` have passed.
+
+    After ``limit`` seconds one round will do, whatever the machine is busy with.
+    """
 
     seconds: float = 5.0
     min_rounds: int = 5
     max_rounds: int = 100
+    limit: float = math.inf
 
     @staticmethod
     def exactly(rounds: int) -> Effort:
@@ -161,10 +165,16 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-def _one_call(function: Callable[[], object], timer: Timer) -> float:
-    """Seconds of one call: the fastest of three if it is short, so that one hiccup does not spoil the sample length."""
+def _one_call(function: Callable[[], object], timer: Timer, effort: Effort) -> float:
+    """Seconds of one call: the fastest of three if it is short, so that one hiccup does not spoil the sample length.
+
+    Their mean where time is limited: beside other processes all calls may be slow, and samples as many times too long.
+    """
     seconds = timer(function, 1)
-    return seconds if seconds > 0.2 else min(seconds, timer(function, 1), timer(function, 1))
+    if seconds > 0.2:
+        return seconds
+    three = (seconds, timer(function, 1), timer(function, 1))
+    return min(three) if effort.limit == math.inf else sum(three) / 3
 
 
 def turns(names: Sequence[Name], done: int) -> Sequence[Name]:
@@ -184,14 +194,15 @@ def interleave(
     samples: dict[Name, list[float]] = {name: [] for name in names}
     with _no_garbage_collection():
         start = perf_counter()
-        single = {name: _one_call(contestants[name], timer) for name in names}
+        single = {name: _one_call(contestants[name], timer, effort) for name in names}
         calls = {name: math.ceil(SAMPLE_SECONDS / seconds) for name, seconds in single.items()}
         counted = max(calls.values()) == 1  # then the calls that told us so are a whole round
         if counted:
             for name, seconds in single.items():
                 samples[name].append(seconds)
         for done in range(int(counted), effort.max_rounds):
-            if done >= effort.min_rounds and perf_counter() - start >= effort.seconds:
+            spent = perf_counter() - start
+            if spent >= effort.seconds and (done >= effort.min_rounds or (done and spent >= effort.limit)):
                 break
             for name in turns(names, done):
                 samples[name].append(timer(contestants[name], calls[name]))

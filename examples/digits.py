@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,10 +25,14 @@ from statistics import mean, stdev
 
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_digits
-from sklearn.model_selection import StratifiedKFold, train_test_split
 from torch import Tensor, nn
-from tqdm import tqdm
+
+try:
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import StratifiedKFold, train_test_split
+    from tqdm import tqdm
+except ModuleNotFoundError as missing:
+    sys.exit(f"error: this example needs scikit-learn and tqdm ({missing}): pip install scikit-learn tqdm")
 
 from ocnn_fused import OrthRegularizer
 from ocnn_fused.spectrum import condition_number

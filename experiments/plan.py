@@ -272,8 +272,8 @@ class Plan:
 
 
 #: Sizes of the smoke test.
-# Narrower than 8, a shortcut is a strided 1x1 convolution of fewer than 8 channels: there torch 2.13 writes past the end
-# of a buffer in the backward of channels_last images, on processors without AVX-512.
+# Narrower than 8, a shortcut is a strided 1x1 convolution of fewer than 8 channels. On processors without AVX-512 its
+# backward writes past the end of a buffer (torch 2.13, channels_last images).
 _SMALL = {
     "steps": 2, "width": 8, "base_steps": 8, "images": 4, "scored": 16, "embedding": 8, "batch": 8, "levels": 2,
     "code": 4,

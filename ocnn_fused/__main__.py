@@ -15,6 +15,7 @@ from . import check, info
 from .functional import explain
 from .regularizer.table import aligned
 from .report import CheckpointError, load_checkpoint, measure, read_state_dict, report
+from .spectrum.network import InputError
 
 
 class UsageError(ValueError):
@@ -33,6 +34,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BrokenPipeError:  # `| head` has seen enough; nor shall Python complain when it flushes at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except InputError as error:
+        print(f"error: --input must be the shape of one input, such as 3,224,224; {error}", file=sys.stderr)
+        return 2
     except (CheckpointError, UsageError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

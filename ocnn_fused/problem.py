@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from math import inf
+from numbers import Real
 from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsFloat, get_args
 
 from torch import Tensor
@@ -160,6 +161,11 @@ def _whole_number(expected: str, value: object, given: object = None) -> int:
     except TypeError:
         pass
     raise TypeError(f"{expected}, got {value if given is None else given!r}")
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a real number, also one of numpy's; True is none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def options_of(side: str, backend: str | None, precision: str | None, launch: str | None) -> Options:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,15 @@ def test_files(labels: int, classes: int, names: list[str], tmp_path: Path) -> N
 def test_a_folder_without_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"--data must hold data_batch_\*\.bin or train\.bin"):
         main(["--data", str(tmp_path)])
+
+
+def test_digits_without_scikit_learn_says_what_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "sklearn.py").write_text("raise ModuleNotFoundError(\"No module named 'sklearn'\")\n")
+    script = Path(__file__).resolve().parents[1] / "examples" / "digits.py"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    said = (
+        "error: this example needs scikit-learn and tqdm (No module named 'sklearn'): pip install scikit-learn tqdm\n"
+    )
+    assert done.stderr == said

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from oracle import Case, loss_and_grad
 from torch import Tensor, nn
 
-from ocnn_fused import OrthRegularizer, fused_orth_loss, fused_orth_loss_foreach, srip_loss
+from ocnn_fused import OrthRegularizer, fused_orth_loss, fused_orth_loss_foreach, schedules, srip_loss
 from ocnn_fused.regularizer import watch
 
 pytestmark = pytest.mark.filterwarnings("ignore:no orthogonal convolution exists")
@@ -313,6 +313,30 @@ def test_bad_options_of_srip() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             srip_loss(weight, **options)
+
+
+@pytest.mark.parametrize("real", [np.float32, np.float64, np.float16])
+@pytest.mark.parametrize("whole", [np.int64, np.int32, np.uint8])
+def test_numbers_of_numpy_are_numbers(real: type, whole: type) -> None:
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Conv2d(6, 8, 3))
+    methods = {"0": "srip"}
+    plain = OrthRegularizer(model, 0.5, method=methods, every=2, power_iterations=3)
+    given = [real(0.5), {"*": real(0.5)}, lambda name, module: real(0.5)]
+    for weight in given:
+        reg = OrthRegularizer(model, weight, method=methods, every=whole(2), power_iterations=whole(3))
+        assert reg() == plain()
+        reg.add_grad_(scale=real(2))
+        plain.add_grad_(scale=-2.0)
+        assert all(not parameter.grad.any() for parameter in model.parameters() if parameter.grad is not None)
+        str(reg)
+    reg.method = "conv"
+    assert reg() == OrthRegularizer(model, 0.5, every=2)()
+    reg.project_(steps=whole(2), rate=real(0.5))
+    twin = OrthRegularizer(model, real(1), schedule=schedules.Warmup(whole(4), real(0.5)), target=real(0.5))
+    assert twin.factor == 0.5
+    for wrong in (np.bool_(True), True, "0.1", None):
+        with pytest.raises(TypeError, match="weight must be a float"):
+            OrthRegularizer(model, wrong)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

@@ -56,6 +56,31 @@ def test_numbers_are_those_of_the_functions() -> None:
     assert network.layers["linear"].excess == ((pytest.approx(network.layers["linear"].above_least, rel=1e-4),),)
 
 
+def test_what_many_layers_share_is_said_once() -> None:
+    layers = [nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(6)]
+    for index, layer in enumerate(layers):
+        nn.init.dirac_(layer.weight)
+        layer.weight.data *= 3 + index
+    layers[0].weight.data[:2] = 0
+    sentences = findings(measure(nn.Sequential(*layers), (4, 8, 8), title="net"))
+    largest = [sentence for sentence in sentences if "largest" in sentence]
+    assert len(largest) == 1
+    assert largest[0].startswith("6 of 6 layers have singular values above 2, above all 5: largest singular value 8.00")
+    assert "0: 2 of 4 filters are dead." in sentences
+
+
+@pytest.mark.parametrize("shape", ["32", "4,32,32", "3,8,8,8,8,8"])
+@pytest.mark.parametrize("command", ["report", "spectrum"])
+def test_a_wrong_input_shape_is_a_sentence(
+    command: str, shape: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(checkpoint), *MODEL[:2], "--input", shape]) == 2
+    sentence = "error: --input must be the shape of one input, such as 3,224,224; "
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert error.startswith(sentence)
+    assert str((1, *map(int, shape.split(",")))) in error.replace("(1, 32,)", "(1, 32)")
+
+
 def test_findings_name_the_layer_the_number_and_the_frequency() -> None:
     model = nn.Sequential(nn.Conv1d(2, 2, 2, bias=False), nn.Conv1d(2, 2, 1, bias=False), nn.Conv1d(8, 8, 1))
     with torch.no_grad():

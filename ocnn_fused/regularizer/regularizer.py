@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .. import modules
 from ..autograd import add_grads_, orth_losses, orth_total
 from ..backends.job import Epilogue
-from ..problem import Part, Target, check_choice
+from ..problem import Part, Target, check_choice, is_number
 from ..projection import Safe, step_
 from ..reference import frobenius_norm
 from ..spectrum import LayerOptions, Summary, circular_size, input_shapes, singular_values, summary
@@ -319,12 +319,12 @@ class OrthRegularizer:
         stay as they are. Computed weights (parametrisations) cannot be moved, and SRIP has no such step.
         """
         check_positive("steps", steps)
-        if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < inf:
+        if not is_number(rate) or not 0 < rate < inf:
             raise ValueError(f"rate must be a positive number, got {rate!r}")
         check_choice("safe", safe, (True, False, "always"))
         selection, weights = self._look()
         self._check_use(selection)
-        rate *= self._factor / self._settings.every
+        rate = float(rate) * self._factor / self._settings.every
         if not rate:
             return
         movable = [index for index in selection.everything if selection.is_movable(index, weights[index])]
@@ -494,7 +494,7 @@ class OrthRegularizer:
     def __repr__(self) -> str:
         weight, method = self._settings.weight, self._settings.method
         shown = repr(weight) if isinstance(weight, str) else type(weight).__name__
-        text = f"{weight:g}" if isinstance(weight, (int, float)) else shown
+        text = f"{weight:g}" if is_number(weight) else shown
         return f"OrthRegularizer({type(modules.unwrap(self.model)).__name__}, weight={text}, method={method!r})"
 
     def __str__(self) -> str:

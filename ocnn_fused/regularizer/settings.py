@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import inf
+from numbers import Integral
 from typing import Any, Literal, TypeAlias
 
 from torch import Tensor, nn
 
 from .. import modules
-from ..problem import Options, Part, Target, check_choice, options_of, target_of
+from ..problem import Options, Part, Target, check_choice, is_number, options_of, target_of
 from .distributed import Shard
 
 Method = Literal["conv", "kernel", "srip"]
@@ -60,11 +61,13 @@ class Settings:
         if self.schedule is not None and not callable(self.schedule):
             raise TypeError(f"schedule must be None or a callable of the step number, got {self.schedule!r}")
         check_positive("every", self.every)
+        object.__setattr__(self, "every", int(self.every))
         for weight in self.weight.values() if isinstance(self.weight, Mapping) else (self.weight,):
             self._check_steered(weight)
         check_choice("shard", self.shard, ("auto", True, False))
         check_choice("preset", self.preset, (None, "paper-resnet"))
         check_positive("power_iterations", self.power_iterations)
+        object.__setattr__(self, "power_iterations", int(self.power_iterations))
         check_weight_of(self.weight_of)
         options_of("auto", self.backend, self.precision, self.launch)
         methods = self.method.values() if isinstance(self.method, Mapping) else (self.method,)
@@ -189,7 +192,7 @@ def check_weight(weight: Any) -> None:
 def check_lambda(label: str, value: Any) -> None:
     if isinstance(value, str) and value == "auto":
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise TypeError(
             f"{label} must be a float, 'auto', a callable of (name, module) or a mapping of patterns, got {value!r}"
         )
@@ -198,7 +201,7 @@ def check_lambda(label: str, value: Any) -> None:
 
 
 def check_tolerance(value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if not is_number(value):
         raise TypeError(f"tolerance must be a float, got {value!r}")
     if not 0 < value < inf:
         raise ValueError(f"tolerance must be positive and finite, got {value!r}")
@@ -238,5 +241,5 @@ def check_method(method: Any) -> None:
 
 
 def check_positive(argument: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
         raise ValueError(f"{argument} must be a positive int, got {value!r}")

@@ -161,26 +161,30 @@ def _rounded(values: Tensor) -> tuple[float, ...]:
     return tuple(float(f"{value:.5g}") for value in values.tolist())
 
 
+#: How many layers of a kind get a sentence each.
+_ALONE = 3
+
+
 def findings(network: NetworkReport) -> list[str]:
-    """What stands out, one sentence each: of every kind in turn, the worst first."""
+    """What stands out: of every kind in turn, the worst first; what many layers share is said once."""
     layers = list(network.layers.values())
-    kinds = (
-        [
+    kinds = {
+        "have dead filters": [
             (len(layer.dead) / layer.shape[0], f"{layer.name}: {len(layer.dead)} of {layer.shape[0]} filters are dead.")
             for layer in layers
             if layer.dead
         ],
-        [
+        "have singular values near zero": [
             (-layer.smallest, f"{layer.name}: smallest singular value {layer.smallest:.2g} at {layer.smallest_at}.")
             for layer in layers
             if layer.smallest < 0.1 * max(1.0, layer.median)
         ],
-        [
+        "have singular values above 2": [
             (layer.largest, f"{layer.name}: largest singular value {layer.largest:.2f} at {layer.largest_at}.")
             for layer in layers
             if layer.largest > 2
         ],
-        [
+        "have filters that are alike": [
             (
                 layer.similarity,
                 f"{layer.name}: its filters are alike, with a mean correlation of {layer.similarity:.2f}.",
@@ -188,13 +192,18 @@ def findings(network: NetworkReport) -> list[str]:
             for layer in layers
             if layer.similarity > 0.3
         ],
-        [
+        "have at least 90% of their singular values within 10% of 1": [
             (layer.near_one, f"{layer.name}: {layer.near_one:.0%} of the singular values lie within 10% of 1.")
             for layer in layers
             if layer.near_one >= 0.9
         ],
-    )
-    columns = [[text for _, text in sorted(kind, key=lambda pair: -pair[0])] for kind in kinds]
+    }
+    columns = []
+    for common, kind in kinds.items():
+        sentences = [text for _, text in sorted(kind, key=lambda pair: -pair[0])]
+        if len(sentences) > _ALONE:
+            sentences = [f"{len(sentences)} of {len(layers)} layers {common}, above all {sentences[0]}"]
+        columns.append(sentences)
     return [text for row in zip_longest(*columns) for text in row if text is not None]
 
 

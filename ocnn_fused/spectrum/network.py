@@ -17,6 +17,10 @@ from .similarity import evaluation
 from .values import Summary, singular_values, with_progress
 
 
+class InputError(ValueError):
+    """An input that the model cannot compute with; the message is one sentence for the user."""
+
+
 def input_shapes(
     model: nn.Module, input_shape: Iterable[int] | Tensor, layers: Mapping[str, nn.Module]
 ) -> dict[str, tuple[int, ...]]:
@@ -37,7 +41,13 @@ def input_shapes(
     with ExitStack() as hooks, evaluation(plain), torch.no_grad():
         for name, module in layers.items():
             hooks.enter_context(module.register_forward_pre_hook(partial(note, name)))
-        plain(inputs)
+        try:
+            plain(inputs)
+        except Exception as error:
+            first_line = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise InputError(
+                f"{type(plain).__name__} does not take an input of shape {tuple(inputs.shape)}: {first_line}"
+            ) from error
     return shapes
 
 
