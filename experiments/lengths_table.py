@@ -133,7 +133,7 @@ def lengths(cells: Sequence[Cell], context: Context) -> list[str]:
     ]
 
 
-TEXT = """All methods at rate 0.1, which the trials had chosen for each of them. In brackets the number of seeds and, where a
-grid was tried, the lambda with the highest mean. It is the best *on the test images*, so "best fixed lambda" is a
-flattered opponent, one that nobody can choose in advance. `ocnn-auto` and `kernel-auto` are `weight="auto"` with the
+TEXT = """All methods at rate 0.1, which the trials had chosen for each of them. In brackets the number of seeds and,
+where a grid was tried, the lambda with the highest mean. It is the best *on the test images*, so "best fixed lambda" is
+a flattered opponent, one that nobody can choose in advance. `ocnn-auto` and `kernel-auto` are `weight="auto"` with the
 default tolerance. Differences are over pairs with the same seed."""

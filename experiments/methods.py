@@ -22,8 +22,8 @@ STEERED = ALL[6:]
 class Regularization:
     """What a method adds to a training step of a model.
 
-    ``weight`` is lambda, for the projection its rate, for what is steered the tolerance. ``loss()`` is added to the task's loss, ``after_step()`` is
-    called after the optimiser's step.
+    ``weight`` is lambda, for the projection its rate, for what is steered the tolerance. ``loss()`` is added to the
+    task's loss, ``after_step()`` is called after the optimiser's step.
     """
 
     def __init__(self, method: Method, weight: float, model: nn.Module) -> None:

@@ -8,7 +8,6 @@ from math import sqrt
 from statistics import mean, stdev
 from typing import Any
 
-
 #: Student's t for a two-sided 95% interval, by the number of pairs.
 CRITICAL = {3: 4.30, 4: 3.18, 5: 2.78, 6: 2.57, 7: 2.45, 8: 2.36, 9: 2.31, 10: 2.26, 11: 2.23}
 

@@ -342,8 +342,8 @@ GLANCE = """The last column compares `ocnn` with `plain` where there are at leas
 say better or worse."""
 
 CHOSEN = """On images held back from the training data; the protocol lists the grids. Scores: share right, mean PSNR,
-Recall@1, Fréchet distance (less is better). Trials with `choosing=True` are in the JSON lines. **For classification this
-is superseded**: 300 steps do not foretell longer trainings, see [above](#lambda-at-each-length-of-training)."""
+Recall@1, Fréchet distance (less is better). Trials with `choosing=True` are in the JSON lines. **For classification
+this is superseded**: 300 steps do not foretell longer trainings, see [above](#lambda-at-each-length-of-training)."""
 
 SAMPLE_TEXT = """A photograph that scikit-learn ships (china.jpg), half of the pixels dropped; the PSNR is that of the
 output."""

@@ -61,7 +61,9 @@ def test_waiting_is_seen() -> None:
             wait(torch.ones(3))
 
 
-@pytest.mark.parametrize("options", [{}, {"target": "free"}, {"method": {"0": "srip"}}, {"normalize": "excess"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"target": "free"}, {"method": {"0": "srip"}}, {"normalize": "excess"}], ids=str
+)
 @pytest.mark.parametrize("direct", [True, False])
 def test_steering_does_not_wait(options: dict[str, Any], direct: bool) -> None:
     """From the first call on, and where lambdas, excesses and the state are asked for; only printing waits."""

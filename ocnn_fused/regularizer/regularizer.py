@@ -61,9 +61,12 @@ class OrthRegularizer:
 
     Args:
         model: the model, also wrapped in DataParallel, DistributedDataParallel, AveragedModel or ``torch.compile``.
-        weight: lambda; a float, a callable of (name, module), or a mapping from name patterns to floats (the first
-            pattern that matches counts, a layer that none matches is left out). A layer of weight 0 is not computed.
-            The default is the paper's for ImageNet, and stays finite at a learning rate of 0.1 with momentum.
+        weight: lambda; a float or "auto", a callable of (name, module) that returns one, or a mapping from name
+            patterns to them (the first pattern that matches counts, a layer that none matches is left out). A layer of
+            weight 0 is not computed. The default is the paper's for ImageNet, and stays finite at a learning rate of
+            0.1 with momentum. With "auto" each layer has a lambda of its own, which is steered after every call until
+            the layer is as near to orthogonal as ``tolerance`` says. It needs no counting of steps, and a call at
+            unchanged weights moves nothing. ``squared=False`` and ``normalize="numel"`` do not go with it.
         include: which layers: a name or name pattern (fnmatch), a module type, a predicate of (name, module), or
             several of these. Default: every convolution with more than 3 input channels, no Linear.
         exclude: which layers not, in the same terms.
@@ -77,7 +80,7 @@ class OrthRegularizer:
             that its shape allows (see ``print(reg)``), in :meth:`per_layer` too, so that layers can be compared; the
             gradient is the same.
         schedule: a callable from the step number to a factor of the weight, see :mod:`ocnn_fused.schedules`. Steps are
-            counted by :meth:`step`.
+            counted by :meth:`step`. A lambda that is steered makes up for a factor that stays below 1.
         every: apply the loss at each n-th step only, n times as strong; in between ``reg()`` is zero. Needs
             :meth:`step` too.
         shard: under DistributedDataParallel, compute on each rank its share of the layers times the world size; the
@@ -93,6 +96,9 @@ class OrthRegularizer:
             shape ``(M, C/groups, k1..kn)``, with the module's ``stride``, ``dilation`` and ``groups``, or 1; the type
             need not be a convolution.
         target, part: as for :func:`fused_orth_loss`. ``target="free"`` leaves the scale of each group to training.
+        tolerance: how far from orthogonal a layer may be whose weight is "auto": its loss above the least value that
+            its shape allows, as a multiple of what random filters of length 1 have on average. 1 keeps the spread of
+            the singular values at that of a random start; 0.1 asks for a tenth of the loss.
 
     Example::
 
@@ -174,9 +180,7 @@ class OrthRegularizer:
         others = [weight for index, weight in enumerate(weights) if weight.requires_grad and index not in share]
         return announce(total, others)
 
-    def _value(
-        self, bundle: Bundle, weights: list[Tensor], world: int, in_pieces: bool, found: list[Found]
-    ) -> Tensor:
+    def _value(self, bundle: Bundle, weights: list[Tensor], world: int, in_pieces: bool, found: list[Found]) -> Tensor:
         """The weighted sum over the layers of one bundle, times the number of ranks that share the layers.
 
         ``in_pieces``: FSDP takes a gradient as soon as its module's backward is done, before that of the one node is.

@@ -50,8 +50,8 @@ MOST = 0.3
 def random_excess(problem: Problem) -> float:
     """Mean of the loss, above its least value, over random filters of length 1, or sqrt(target), on average.
 
-    Entries ``N(0, 1/n)``, ``n = C k1..kn``: a product of two filters at a lag where ``p`` pairs of taps meet has the mean
-    square ``C p / n^2``, and that of a filter with itself twice that at lag 0, where its mean is subtracted.
+    Entries ``N(0, 1/n)``, ``n = C k1..kn``: a product of two filters at a lag where ``p`` pairs of taps meet has the
+    mean square ``C p / n^2``, and that of a filter with itself twice that at lag 0, where its mean is subtracted.
     """
     taps = prod(problem.kernel)
     twice = {OFF_DIAGONAL: -1.0, FREE: 1 - 2 / problem.shape[0]}.get(problem.target, 1.0)
@@ -144,9 +144,7 @@ class Lambdas:
         rows = zip(self.names, self._steered, self.values.clone().unbind(), self.excess.clone().unbind(), strict=True)
         return {name: (value, excess) for name, steered, value, excess in rows if steered}
 
-    def gathered(
-        self, parts: Sequence[tuple[Tensor | None, Tensor]], group: dist.ProcessGroup | None
-    ) -> Tensor:
+    def gathered(self, parts: Sequence[tuple[Tensor | None, Tensor]], group: dist.ProcessGroup | None) -> Tensor:
         """The excess of every layer, from those of layers at some places; the last one of layers that nobody found.
 
         With ``group`` a collective, after which all of its processes have the same.
