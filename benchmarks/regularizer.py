@@ -2,9 +2,9 @@
 
 For a ResNet: the value with its gradient (``reg()``, backward), ``add_grad_`` into gradients that are there,
 ``project_`` with and without its checks, with a free target, and with lambdas that are steered; and the memory that
-``add_grad_`` and ``project_`` take. Then the host's part of ``reg()`` and ``add_grad_``: 36 convolutions of 1x1x3x3, as many as a
-ResNet-34 has, whose arithmetic takes next to nothing. Last what the Triton backend would allocate for a ResNet-34 on a
-GPU.
+``add_grad_`` and ``project_`` take. Then the host's part of ``reg()`` and ``add_grad_``: 36 convolutions of 1x1x3x3, as
+many as a ResNet-34 has, whose arithmetic takes next to nothing. Last what the Triton backend would allocate for a
+ResNet-34 on a GPU.
 """
 
 from __future__ import annotations

@@ -136,6 +136,16 @@ def test_free_targets_are_measured_at_their_own_scale() -> None:
     assert numbers(reg, "excess") == pytest.approx([0], abs=1e-5)
 
 
+@pytest.mark.parametrize("options", [{"target": "free"}, {"part": "off_diagonal"}], ids=str)
+def test_a_loss_that_is_always_zero_has_no_excess(options: dict[str, Any]) -> None:
+    """One tap for one channel: there is nothing that could be orthogonal to anything."""
+    model = nn.Conv2d(4, 4, 1, groups=4, bias=False)
+    reg = OrthRegularizer(model, "auto", **options)
+    reg().backward()
+    assert numbers(reg, "excess") == [0]
+    assert steering.LEAST < numbers(reg, "lambda")[0] < steering.START
+
+
 def test_a_large_random_matrix_has_a_spectral_excess_of_one() -> None:
     for shape in ((128, 512), (512, 256), (300, 300)):
         weight = torch.randn(shape) / math.sqrt(shape[1])

@@ -54,10 +54,10 @@ def random_excess(problem: Problem) -> float:
     mean square ``C p / n^2``, and that of a filter with itself twice that at lag 0, where its mean is subtracted.
     """
     taps = prod(problem.kernel)
-    twice = {OFF_DIAGONAL: -1.0, FREE: 1 - 2 / problem.shape[0]}.get(problem.target, 1.0)
+    twice = {OFF_DIAGONAL: -1.0, FREE: 1 - 2 / problem.rows}.get(problem.target, 1.0)
     products = problem.rows * tap_pairs(problem) + twice * taps
     loss = problem.groups * problem.rows * products / (problem.channels * taps**2)
-    return (problem.target if problem.target > 0 else 1.0) ** 2 * loss - least(problem)
+    return max(0.0, (problem.target if problem.target > 0 else 1.0) ** 2 * loss - least(problem))
 
 
 def random_spectral_excess(problem: Problem) -> float:
