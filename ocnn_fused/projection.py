@@ -311,6 +311,8 @@ def orthogonalize_(
     is spread over its taps is one. Where the descent stalls, groups that are not orthogonal are moved a quarter of the
     way to an orthogonal kernel, and it goes on from there; if it stalls again half of the way, then all of it. That
     kernel has, on the block of ``min(step, k)`` taps per axis that is strongest, the orthogonal matrix nearest to it.
+    A few hundred steps are usual: orthogonal kernels lie in a flat valley, and shorter ways into it, such as moving
+    there sooner or cubic steps with minimax coefficients, end farther away or save no step.
 
     Arguments are those of :func:`fused_orth_loss`. Waits for the device at every step.
     """
