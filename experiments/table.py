@@ -16,9 +16,10 @@ from .figures import attack_curves, inpainting_pictures, lambda_sweep, similarit
 from .filters import Filters
 from .gan import Gan
 from .inpainting import GREY, TEXT, Inpainting
+from .lengths import SEEDS
 from .lengths_table import lengths
 from .methods import ALL, METHODS, STEERED, Method
-from .plan import CIFAR, CIFAR_LONGER, EXPERIMENTS, FEW, FOLDERS, GRIDS, SEEDS, WIDE, Choice, NotChosen, Plan
+from .plan import CIFAR, CIFAR_LONGER, EXPERIMENTS, FEW, FOLDERS, GRIDS, WIDE, Choice, NotChosen, Plan
 from .retrieval import KS, Neighbours, Proxies
 from .runner import Context
 from .scores import CRITICAL, Difference, Score, number, percent, table

@@ -26,11 +26,11 @@ from experiments.config import Config, configured
 from experiments.filters import Filters
 from experiments.gan import Gan
 from experiments.inpainting import Inpainting
-from experiments.lengths import CELLS, TaskClipped, runs_of
+from experiments.lengths import CELLS, SEEDS, TaskClipped, runs_of
 from experiments.lengths_table import Found, against_best, against_plain, lengths
 from experiments.methods import METHODS, Method, Regularization
 from experiments.networks import backbone
-from experiments.plan import CHOOSING_SEEDS, COMPARED, EXPERIMENTS, GRIDS, SEEDS, Plan, small
+from experiments.plan import CHOOSING_SEEDS, COMPARED, EXPERIMENTS, GRIDS, Plan, small
 from experiments.retrieval import Neighbours, Proxies
 from experiments.runner import RESULTS, Context, Stopped, run
 from experiments.table import Difference, Section, percent, results
