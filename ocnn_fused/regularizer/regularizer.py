@@ -425,7 +425,7 @@ class OrthRegularizer:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken. Without lambdas in it, steered ones begin anew."""
+        """Continue where :meth:`state_dict` was taken. Without lambdas in it, steered ones stay as they are."""
         if set(state) - {"lambda", "excess"} != {"steps", "schedule"} or ("lambda" in state) != ("excess" in state):
             raise ValueError(
                 "state must have the keys 'steps' and 'schedule', with steered lambdas 'lambda' and 'excess' too, "
@@ -444,8 +444,9 @@ class OrthRegularizer:
                 raise ValueError(f"state has a schedule, but this regularizer's is {self._settings.schedule!r}")
             load(state["schedule"])
         self._count(int(state["steps"]))
-        self._known = {name: (state["lambda"][name], state["excess"][name]) for name in names}
-        self._seen = None
+        loaded = {name: (state["lambda"][name], state["excess"][name]) for name in names}
+        self._known = {**self._known, **loaded}
+        selection.load(loaded)
 
     # -- for people ----------------------------------------------------------------------------------------------------
 

@@ -274,6 +274,11 @@ class Selection:
         """All that is to be kept of steered lambdas, by the layers' names."""
         return {name: state for lambdas in self.lambdas.values() for name, state in lambdas.known().items()}
 
+    def load(self, known: Known) -> None:
+        """Take over lambdas that are steered."""
+        for lambdas in self.lambdas.values():
+            lambdas.load(known)
+
     def steer(self, found: Sequence[Found], group: dist.ProcessGroup | None) -> None:
         """Move the lambdas by what a call has found; with ``group`` each of its processes has found a part of it."""
         for lambdas in self.lambdas.values():

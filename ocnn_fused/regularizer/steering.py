@@ -129,15 +129,19 @@ class Lambdas:
         self.values = torch.tensor([layer.weight for layer in layers], dtype=torch.float64, device=device)
         #: As it was at the last call.
         self.excess = torch.full_like(self.values, nan)
-        for place, name in enumerate(self.names):
-            if name in known and self._steered[place]:
-                self.values[place], self.excess[place] = known[name]
+        self.load(known)
         self._tolerances = torch.tensor(tolerances, dtype=torch.float64, device=device)
         #: Root mean square of s^2 - 1 at an excess of 1.
         self._spread = vector([sqrt(unit_of(layer) / _values(layer)) for layer in layers], 0.0)
         self._rates = vector([min(1.0, RATE * every)] * count, 0.0)  # a call speaks for so many steps
         self._least = vector([LEAST] * count, 0.0)
         self._most = vector([MOST] * count, inf)
+
+    def load(self, known: Known) -> None:
+        """Take over what there is for layers whose lambda is steered."""
+        for place, name in enumerate(self.names):
+            if name in known and self._steered[place]:
+                self.values[place], self.excess[place] = known[name]
 
     def known(self) -> Known:
         """Copies of all that is to be kept, by the layers' names."""
