@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import e, inf, nan, prod, sqrt
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,25 @@ from torch import Tensor
 
 from ..plan import least_loss, polyphase_channels, tap_pairs
 from ..problem import FREE, OFF_DIAGONAL, Problem
+from .settings import Method
 
-if TYPE_CHECKING:
-    from .selection import Layer
+
+class Layer(Protocol):
+    """What is asked of a layer here."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def method(self) -> Method: ...
+    @property
+    def problem(self) -> Problem: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def tolerance(self) -> float | None: ...
+
 
 #: Lambda and excess of layers whose lambda is steered, 0-dim, by name.
 Known = Mapping[str, tuple[Tensor, Tensor]]
