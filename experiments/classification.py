@@ -72,8 +72,11 @@ class ClassificationTask(Task):
         images = self.normalize(augmented(batch.images, config.size // 8))
         set_rate(self.optimizer, config.rate * cosine(unit, config.steps))
         loss = F.cross_entropy(self.model(images), batch.labels)
-        update(loss, self.model, self.optimizer, self.regularization)
+        self.update(loss)
         self.losses.append(loss.item())
+
+    def update(self, loss: Tensor) -> None:
+        update(loss, self.model, self.optimizer, self.regularization)
 
     def logits(self, images: Tensor) -> Tensor:
         self.model.eval()
@@ -91,11 +94,17 @@ class ClassificationTask(Task):
         }
 
     def state(self) -> State:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "losses": self.losses}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "regularization": self.regularization.state_dict(),
+            "losses": self.losses,
+        }
 
     def load(self, state: State) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.regularization.load_state_dict(state["regularization"])
         self.losses = state["losses"]
 
     def keeps(self) -> dict[str, Tensor] | None:

@@ -10,22 +10,22 @@ from typing import Any
 
 from .attack import ATTACK, Attack
 from .classification import CLASSIFICATION, Classification
-from .config import Config
+from .config import C, Config
 from .cost import COST, Cost
 from .filters import FILTERS, Filters
 from .gan import GAN, Gan
 from .inpainting import CHOOSING, GREY, INPAINTING, SAMPLE, TEXT, Inpainting
-from .methods import COMPARED, METHODS, Method
+from .lengths import CELLS, SEEDS, TASK_CLIPPED, TOLERANCE, Cell, runs_of
+from .methods import COMPARED, METHODS, STEERED, Method
 from .retrieval import NEIGHBOURS, PROXIES, Neighbours, Proxies
 from .runner import Context, Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.config.experiment: experiment
-    for experiment in (CLASSIFICATION, NEIGHBOURS, PROXIES, INPAINTING, GAN, ATTACK, FILTERS, COST)
+    for experiment in (CLASSIFICATION, NEIGHBOURS, PROXIES, INPAINTING, GAN, ATTACK, FILTERS, COST, TASK_CLIPPED)
 }
 
 FRACTIONS = (0.1, 0.2, 0.4)
-SEEDS = (0, 1, 2)
 LATER = METHODS[len(COMPARED) :]
 #: With these seeds settings are chosen, unless a grid has seeds of its own.
 CHOOSING_SEEDS = (100, 101)
@@ -67,7 +67,7 @@ class Grid:
 
 
 GRIDS: dict[str, Grid] = {
-    "classification": Grid(
+    "classification": Grid(  # at 300 steps; superseded by experiments/lengths.py
         Classification(fraction=0.2, steps=300), lambda result: result["accuracy"],
         (0.0125, 0.0175, 0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1), (0.1, 0.2), LAMBDAS,
     ),
@@ -123,7 +123,7 @@ class Plan:
     context: Context
     smoke: bool = False
 
-    def sized(self, config: Config) -> Config:
+    def sized(self, config: C) -> C:
         return small(config) if self.smoke else config
 
     # -- choosing ------------------------------------------------------------------------------------------------------
@@ -155,7 +155,13 @@ class Plan:
         return {choice: mean(values) for choice, values in scores.items()}
 
     def chosen(self, experiment: str, method: Method) -> Choice:
-        """Rate and weight of the best trials; experiments without trials take those of classification."""
+        """Rate and weight of the best trials; experiments without trials take those of classification.
+
+        What is steered takes the rate chosen for the same loss with a fixed lambda.
+        """
+        if method in STEERED:
+            fixed: Method = "kernel" if method == "kernel-auto" else "ocnn"
+            return Choice(self.chosen(experiment, fixed).rate, TOLERANCE)
         scores = self.scores(experiment if experiment in GRIDS else "classification", method)
         return max(scores, key=lambda choice: scores[choice])
 
@@ -184,6 +190,26 @@ class Plan:
         base = replace(config, rate=self.chosen("classification", "ocnn").rate, seed=seed)
         swept = [replace(base, method="ocnn", weight=weight) for weight in lambdas]
         return [self.sized(one) for one in (base, *swept)]
+
+    def all_stages(self) -> Iterator[Stage]:
+        """Lambda at each length, and then the rows."""
+        yield from self.length_stages()
+        yield from self.stages()
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Of lambda at each length of training."""
+        return [Cell(self.sized(cell.config)) for cell in (CELLS[:1] if self.smoke else CELLS)]
+
+    def length_stages(self) -> Iterator[Stage]:
+        """Lambda at each length of training, in the order of :func:`lengths.runs_of`; then the other networks."""
+        seeds = SEEDS[:1] if self.smoke else SEEDS
+        for title, configs in runs_of(self.cells, seeds):
+            yield Stage(title, lambda configs=configs: configs)  # type: ignore[misc]
+        for title, row in (("Tiny-ImageNet", FOLDERS), ("WideResNet", WIDE)):
+            yield Stage(f"{title}, steered", lambda row=row: [  # type: ignore[misc]
+                self.run_of(row, method, seed) for seed in seeds for method in (*STEERED, *COMPARED)
+            ])  # fmt: skip
 
     def stages(self) -> Iterator[Stage]:
         """All rows once with the four methods, most of them before what needs several seeds; then the rest."""
@@ -254,7 +280,7 @@ _SMALL = {
 }  # fmt: skip
 
 
-def small(config: Config) -> Config:
+def small(config: C) -> C:
     """The same run, as small as it can be."""
     names = {field.name for field in fields(config)}
     changes: dict[str, Any] = {name: value for name, value in _SMALL.items() if name in names}

@@ -261,6 +261,13 @@ def polyphase_channels(problem: Problem) -> int:
     return problem.channels * prod(axis.residues for axis in axes_of(problem))
 
 
+def tap_pairs(problem: Problem) -> int:
+    """Number of pairs of taps ``(u, v)`` of a channel that meet at any of the kept lags."""
+    return prod(
+        sum(axis.taps - abs(lag) * axis.step for lag in range(-axis.lags, axis.lags + 1)) for axis in axes_of(problem)
+    )
+
+
 def least_loss(problem: Problem) -> float:
     """Least value of the loss over all weights of this shape.
 
