@@ -12,7 +12,7 @@ import argparse
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import sleep
 
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("experiment", choices=sorted(plan.EXPERIMENTS))
     one.add_argument("settings", nargs="*", help="name=value")
     queue = commands.add_parser("queue", help="all runs of the protocol")
+    help_ = "only the comparison of optimisers, or all but this"
+    queue.add_argument("--part", choices=("all", "rows", "optimizers"), default="all", help=help_)
     for command in (one, queue):
         command.add_argument("--data", type=Path, help="folder with the data sets, see experiments/data.py")
         help_ = "folder for checkpoints and caches; a file named stop in it ends the runs"
@@ -62,7 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = configured(plan.EXPERIMENTS[options.experiment].config, options.settings)
             print(run(config, context, plan.EXPERIMENTS).result)
             return 0
-        return _queue(plan.Plan(context))
+        runs = plan.Plan(context)
+        parts = {"rows": runs.stages, "optimizers": runs.optimizer_stages, "all": runs.all_stages}
+        return _queue(parts[options.part], context)
     except Stopped as stopped:
         print(f"stopped; the same command continues (checkpoint {stopped})")
         return 3
@@ -71,9 +75,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _queue(runs: plan.Plan) -> int:
+def _queue(stages: Callable[[], Iterable[plan.Stage]], context: Context) -> int:
     """In the order of the plan; what waits for runs of another process is tried again after all the rest."""
-    while not all([_is_done(stage, runs.context) for stage in runs.stages()]):  # noqa: C419 - every stage, in turn
+    while not all([_is_done(stage, context) for stage in stages()]):  # noqa: C419 - every stage, in turn
         sleep(5)
     return 0
 
@@ -107,7 +111,7 @@ def _smoke(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         data = options.data or tiny.make(Path(folder) / "data")
         runs = plan.Plan(Context(data, Path(folder) / "work", Path(folder) / "results", progress=False), smoke=True)
-        _queue(runs)
+        _queue(runs.all_stages, runs.context)
         write(runs, Path(folder))
         report = (Path(folder) / "replication.md").read_text()
         if "not run yet" in report.lower():

@@ -1,0 +1,1 @@
+"""Optimisers whose updates are orthogonal."""
