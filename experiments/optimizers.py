@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from time import process_time
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import nn
 
-from ocnn_fused.optim.muon import Muon
+from ocnn_fused.optim import Muon
 
 from . import metrics
 from .classification import Classification, ClassificationTask
@@ -20,7 +21,7 @@ from .training import State, cosine
 Optimizer = Literal["sgd", "adamw", "flatten", "operator"]
 OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 #: Of whatever convolutions that see more than the image are not, under the last two.
-REST = {"lr": 0.1, "momentum": 0.9, "weight_decay": 5e-4}
+REST = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
 #: How often a training is scored on its way, and on how many of the images.
 POINTS = 6
 SCORED = 2000

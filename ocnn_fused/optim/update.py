@@ -1,26 +1,179 @@
-"""The orthogonal update of a list of tensors, in few passes over all of them: as operators, as matrices, or by taps.
+r"""The orthogonal update of a list of tensors, in few passes over all of them: as operators, as matrices, or by taps.
 
-As operators: an odd cubic ``a X + b (Z * X)`` of a convolution, cut to the kernel's support, needs nothing but the
+As operators: the odd cubic ``a X + b (Z * X)`` of a convolution, cut to the kernel's support, needs nothing but the
 gradient of the orthogonality loss with a target that is as good as zero, ``dL/dX = 4 Z * X``. So one fused pass over all
-layers with ``b/4 * dL/dX`` as its epilogue is one step of all of them, for every stride, dilation, groups and rank.
+layers, which adds ``b/4 * dL/dX`` to the tensors themselves, is one step of all of them, for every stride, dilation,
+groups and rank. The cut is not a part of the polynomial: it can raise the largest singular value, see
+:func:`promised_norm`.
+
+As matrices: polynomials of one matrix commute, so the steps run on the small Gram matrix, and only its first and its
+last product see the long side.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import prod, sqrt
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from ..autograd import add_grads_
 from ..backends.job import Epilogue, accumulation_dtype
-from ..plan import axes_of
-from ..problem import Options, Problem
-from .coefficients import Step
+from ..functional import problems_of
+from ..plan import axes_of, polyphase_channels
+from ..problem import IntOrTuple, Options, Problem, check_choice, options_of
+from ..spectrum import upper_bound
+from .coefficients import Coefficients, Step, largest, steps_of
 
-#: What the passes compare the diagonal of lag 0 with: as good as zero, which would stand for another target.
+Mode = Literal["operator", "flatten", "per_tap"]
+Scale = Literal["unit", "certified", "match_rms_adamw", "original"]
+
+#: What the passes compare the diagonal of lag 0 with: as good as zero, which stands for another target.
 NO_TARGET = 2.0**-60
+
+#: By how much the cut to the kernel's support may raise the norm, for each axis that has more than one lag.
+CUT = 1.25
+
+
+class How(NamedTuple):
+    """How updates are made orthogonal; checked by :func:`how_of`."""
+
+    mode: Mode
+    steps: tuple[Step, ...]
+    scale: Scale
+    options: Options
+
+
+def how_of(
+    mode: str,
+    steps: int,
+    coefficients: Coefficients | None,
+    scale: str,
+    backend: str | None = None,
+    precision: str | None = None,
+) -> How:
+    """The settings, each checked; ``coefficients=None`` takes the mode's own."""
+    check_choice("mode", mode, get_args(Mode))
+    check_choice("scale", scale, get_args(Scale))
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"steps must be a positive int, got {steps!r}")
+    if coefficients is None:
+        coefficients = "minimax" if mode == "operator" else "muon"
+    found = steps_of(coefficients, steps)
+    if mode == "operator" and not all(a and not c for a, _, c in found):
+        raise ValueError(
+            "coefficients must be cubic, (a, b) with a other than 0, in mode 'operator', where a step is one fused "
+            f"pass; got {coefficients!r}"
+        )
+    return How(mode, found, scale, options_of("auto", backend, precision, None))  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def orthogonal_update(
+    tensors: Sequence[Tensor],
+    strides: int | Sequence[IntOrTuple] = 1,
+    *,
+    dilations: int | Sequence[IntOrTuple] = 1,
+    groups: int | Sequence[int] = 1,
+    mode: Mode = "operator",
+    steps: int = 5,
+    coefficients: Coefficients | None = None,
+    scale: Scale = "unit",
+    backend: str | None = None,
+    precision: str | None = None,
+) -> list[Tensor]:
+    """The tensors with singular values near 1: new ones of the same shapes and dtypes, all computed together.
+
+    Args:
+        tensors: gradients or momenta of Linear, Conv1d/2d/3d and transposed convolutions, ``(M, C/groups, k1..kn)``.
+        strides, dilations, groups: of the layers, one for all or one for each tensor.
+        mode: "operator" moves the singular values of the convolution, at every frequency, as far as a kernel of this
+            size allows. "flatten" those of the matrix ``M x (C k1..kn)``, "per_tap" those of the ``M x C`` matrix of each
+            tap; both know neither stride nor dilation. A Linear layer is the same in all modes.
+        steps: of the polynomial iteration.
+        coefficients: "minimax" (cubic, for singular values from 0.01 on; the default of "operator"), "muon" (the
+            quintic of ``torch.optim.Muon``; the default of the others), or the (a, b, c) of each step, where
+            ``s -> a s + b s^3 + c s^5``. In mode "operator" ``c`` must be 0.
+        scale: "unit" leaves the singular values near 1. "certified" divides a convolution by
+            :func:`ocnn_fused.spectrum.upper_bound`, so that its operator norm is at most 1: a search on the host that
+            takes much longer than the update. "match_rms_adamw" gives entries the mean square of AdamW's updates,
+            "original" is the factor ``sqrt(max(1, rows / columns))`` of ``torch.optim.Muon``.
+        backend, precision: as for :func:`ocnn_fused.fused_orth_loss`.
+
+    Groups are made orthogonal each by itself, whatever their sizes. A tensor, or group, of zeros stays zero. One with
+    a NaN or an infinity becomes NaN, and others do not change. Where the rank is too low, some singular values stay
+    near zero. Computed in float32, in float64 for float64. Nothing waits for the device, except with "certified".
+    """
+    how = how_of(mode, steps, coefficients, scale, backend, precision)
+    problems = problems_of(tensors, strides, dilations, groups, None, target=NO_TARGET)
+    updates = [_copied(tensor) for tensor in tensors]
+    if updates:
+        torch._foreach_mul_(updates, orthogonalize_all_(updates, problems, how))
+    return [update.to(tensor.dtype) for update, tensor in zip(updates, tensors, strict=True)]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """A new contiguous tensor in the dtype that updates are computed in."""
+    copied = torch.empty(tensor.shape, dtype=accumulation_dtype(tensor.dtype), device=tensor.device)
+    return copied.copy_(tensor.detach())
+
+
+def orthogonalize_all_(tensors: Sequence[Tensor], problems: tuple[Problem, ...], how: How) -> list[float]:
+    """Make contiguous tensors on one device orthogonal in place, up to the factors that are returned, one for each."""
+    factors = [1.0] * len(tensors)
+    as_operators: dict[torch.dtype, list[int]] = {}
+    as_matrices: list[Tensor] = []
+    for place, (tensor, problem) in enumerate(zip(tensors, problems, strict=True)):
+        if how.mode == "per_tap":
+            taps = tensor.view(problem.groups, problem.rows, problem.channels, -1)
+            as_matrices.append(taps.permute(0, 3, 1, 2))
+        elif how.mode == "flatten" or _has_one_lag(problem):
+            as_matrices.append(tensor.view(problem.groups, problem.rows, -1))
+        else:
+            as_operators.setdefault(tensor.dtype, []).append(place)
+    matrices_(as_matrices, how.steps, tight=how.mode == "operator")
+    for places in as_operators.values():
+        some, of_some = [tensors[place] for place in places], tuple(problems[place] for place in places)
+        left = operators_(some, of_some, how.options, how.steps)
+        for place in places:
+            factors[place] = left
+    for place, (tensor, problem) in enumerate(zip(tensors, problems, strict=True)):
+        factors[place] *= _scale(tensor, problem, how.scale, factors[place])
+    return factors
+
+
+@lru_cache(maxsize=1024)
+def _has_one_lag(problem: Problem) -> bool:
+    """Whether placements of the kernel do not overlap, so that the convolution is a matrix."""
+    return all(axis.lags == 0 for axis in axes_of(problem))
+
+
+def _scale(tensor: Tensor, problem: Problem, scale: Scale, factor: float) -> float:
+    """What an update is multiplied by, once its singular values are near 1."""
+    if scale == "certified":
+        options = {"stride": problem.stride, "dilation": problem.dilation, "groups": problem.groups}
+        bound = upper_bound(tensor, **options) * abs(factor) if tensor.isfinite().all() else 1.0  # type: ignore[arg-type]
+        return 1 / bound if bound > 0 else 1.0
+    if scale == "original":
+        return sqrt(max(1.0, problem.rows / (prod(problem.shape[1:]))))
+    if scale == "match_rms_adamw":  # an orthogonal convolution has as many squares as the smaller side has rows
+        squares = problem.groups * min(problem.rows, polyphase_channels(problem))
+        return 0.2 * sqrt(prod(problem.shape) / squares)
+    return 1.0
+
+
+def promised_norm(problem: Problem, steps: Sequence[Step]) -> float:
+    """What the operator norm of an update in mode "operator" is not above: the largest value that the steps give to a
+    matrix, times ``CUT`` for each axis on which the cut to the kernel's support takes something away."""
+    return largest(steps) * CUT ** sum(axis.lags > 0 for axis in axes_of(problem))
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# As operators
+# ----------------------------------------------------------------------------------------------------------------------
 
 
 def add_gradients_(
@@ -30,7 +183,7 @@ def add_gradients_(
 
     All that this package asks of the fused pass.
     """
-    ones = torch.ones(len(tensors), dtype=torch.float64, device=tensors[0].device)
+    ones = _numbers((1.0,) * len(tensors), tensors[0].device)
     return add_grads_(tensors, problems, options, Epilogue(ones, factor, targets))
 
 
@@ -39,67 +192,116 @@ def operators_(
 ) -> float:
     """Move the singular values of convolutions towards 1, in place; returns what is left to multiply them by.
 
-    Each group is scaled to as much as an orthogonal one has, and then the layer divided by the smaller of two bounds of
-    its operator norm ``||A||``: ``||K|| sqrt(n)``, where ``n`` placements of the kernel touch an input pixel, and
-    ``(lags * ||Z||^2)^(1/4)``, which the first pass finds. So the first step is taken when its pass is over.
+    Each group is scaled to the squares of an orthogonal one, and then the layer divided by the smaller of two bounds
+    of its operator norm: ``||K|| sqrt(n)``, where ``n`` placements of the kernel touch an input pixel, and
+    ``(lags * ||Z||^2)^(1/4)``, because ``||A A^H|| <= sum_t ||Z_t||`` at every frequency. The first pass finds the
+    second one, so the first step is taken when its pass is over.
     """
-    rows = torch.tensor([problem.rows for problem in problems], dtype=torch.float64)
-    del rows
-    for tensor, problem in zip(tensors, problems, strict=True):
-        grouped = tensor.view(problem.groups, -1)
-        norms = torch.linalg.vector_norm(grouped, dim=1, keepdim=True)
-        grouped.mul_(torch.where(norms == 0, 0.0, sqrt(problem.rows) / norms))
+    _normalize_groups_(tensors, problems)
     grads = [torch.zeros_like(tensor) for tensor in tensors]
     squares = torch.stack(add_gradients_(tensors, problems, options, 0.25, grads)).double()
-    lags = squares.new_tensor([prod(2 * axis.lags + 1 for axis in axes_of(problem)) for problem in problems])
-    others = squares.new_tensor([sqrt(problem.rows * _overlaps(problem)) for problem in problems])
-    scales = 1 / torch.minimum((lags * squares).pow(0.25), others)
-    scales = torch.where(squares == 0, 0.0, scales)
+    lags, others = (_numbers(numbers, squares.device) for numbers in _bounds(problems))
+    scales = torch.minimum((lags * squares).pow(0.25), others).reciprocal().mul_(squares != 0)
     (a, b, _), *following = steps
     torch._foreach_mul_(list(tensors), list((a * scales).to(tensors[0].dtype).unbind()))
     torch._foreach_mul_(grads, list((b * scales**3).to(tensors[0].dtype).unbind()))
     torch._foreach_add_(list(tensors), grads)
     del grads
-    left = 1.0  # the tensors' own share of a step is not multiplied in, so that a step only adds
+    left = 1.0  # ``a`` of the other steps: they only add to the tensors, and are multiplied out at the end
     for a, b, _ in following:
         add_gradients_(tensors, problems, options, b / a * left**2 / 4, tensors)
         left *= a
     return left
 
 
-def _overlaps(problem: Problem) -> int:
-    """Placements of the kernel that touch one input pixel."""
-    return prod(-(-axis.taps // axis.step) for axis in axes_of(problem))
+def _normalize_groups_(tensors: Sequence[Tensor], problems: Sequence[Problem]) -> None:
+    """Give each group as many squares as an orthogonal one has rows; a group of zeros stays as it is."""
+    views = [tensor.view(problem.groups, -1) for tensor, problem in zip(tensors, problems, strict=True)]
+    whole = [place for place, problem in enumerate(problems) if problem.groups == 1]
+    norms: list[Tensor] = [tensor.new_empty(0) for tensor in tensors]
+    for place, norm in zip(whole, torch._foreach_norm([views[place] for place in whole]) if whole else (), strict=True):
+        norms[place] = norm
+    for place, (view, problem) in enumerate(zip(views, problems, strict=True)):
+        if problem.groups > 1:
+            norms[place] = torch.linalg.vector_norm(view, dim=1, keepdim=True)
+    factors = [
+        torch.where(norm == 0, 0.0, sqrt(problem.rows) / norm) for norm, problem in zip(norms, problems, strict=True)
+    ]
+    torch._foreach_mul_(views, factors)
 
 
-def matrices_(tensors: Sequence[Tensor], steps: Sequence[Step]) -> None:
-    """Move the singular values of matrices (..., m, n) towards 1, in place; each is first divided by its norm."""
-    kinds: dict[tuple[tuple[int, ...], torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tuple(tensor.shape), tensor.dtype, tensor.device), []).append(tensor)
-    for (shape, _, _), members in kinds.items():
-        stacked = members[0] if len(members) == 1 else torch.stack(members)
-        matrix = stacked if shape[-2] <= shape[-1] else stacked.mT
-        norms = torch.linalg.vector_norm(matrix, dim=(-2, -1), keepdim=True)
-        matrix = _by_gram(matrix * torch.where(norms == 0, 0.0, 1 / norms), steps)
-        matrix = matrix if shape[-2] <= shape[-1] else matrix.mT
-        for member, result in zip(members, [matrix] if len(members) == 1 else matrix.unbind(), strict=True):
-            member.copy_(result)
+@lru_cache(maxsize=64)
+def _bounds(problems: tuple[Problem, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Of each problem how many lags it has, and ``||K|| sqrt(n)`` of a group that has been normalized."""
+    lags, bounds = [], []
+    for problem in problems:
+        axes = axes_of(problem)
+        lags.append(float(prod(2 * axis.lags + 1 for axis in axes)))
+        bounds.append(sqrt(problem.rows * prod(-(-axis.taps // axis.step) for axis in axes)))
+    return tuple(lags), tuple(bounds)
 
 
-def _by_gram(matrix: Tensor, steps: Sequence[Step]) -> Tensor:
-    """``Q matrix`` with a polynomial ``Q`` of the Gram matrix: all products but two are of the smaller side."""
-    gram = matrix @ matrix.mT
+@lru_cache(maxsize=64)
+def _numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
+    """In float64 on the device; kept, so that nothing is copied at every step."""
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=torch.float64, device=device)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# As matrices
+# ----------------------------------------------------------------------------------------------------------------------
+
+#: Smaller matrices of one shape are computed in one batch; for larger ones a copy costs more than a call.
+_BATCHED = 1 << 18
+
+
+def matrices_(tensors: Sequence[Tensor], steps: Sequence[Step], tight: bool = False) -> None:
+    """Move the singular values of matrices (..., m, n) towards 1, in place.
+
+    Each is first divided by its norm; ``tight`` by that of its Gram matrix's root, which is nearer to the largest value.
+    """
+    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+    for place, tensor in enumerate(tensors):
+        alone = (place,) if prod(tensor.shape[-2:]) >= _BATCHED else ()
+        kinds.setdefault((tuple(tensor.shape[-2:]) + alone, tensor.dtype), []).append(tensor)
+    for (shape, _), members in kinds.items():
+        stacked = [member.reshape(-1, *shape[:2]) for member in members]
+        batch = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+        found = orthogonal_matrices(batch, steps, tight)
+        for member, part in zip(members, found.split([len(one) for one in stacked]), strict=True):
+            member.copy_(part.view(member.shape))
+
+
+def orthogonal_matrices(batch: Tensor, steps: Sequence[Step], tight: bool = False) -> Tensor:
+    """A batch of matrices (B, m, n) with singular values near 1."""
+    turned = batch.shape[1] > batch.shape[2]
+    matrix = batch.mT if turned else batch
+    norms = torch.linalg.vector_norm(matrix, dim=(1, 2), keepdim=True)
+    scale = torch.where(norms == 0, 0.0, 1 / norms)
+    # Scaled before it is squared, so that nothing overflows.
+    gram = torch.bmm(matrix * scale, matrix.mT * scale) if len(batch) > 1 else _product(matrix, scale)
+    if tight:
+        fourth = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True)
+        more = torch.where(fourth == 0, 0.0, fourth.reciprocal())
+        gram, scale = gram * more, scale * more.sqrt()
+    factor = polynomial_of_gram(gram, steps)
+    found = torch.bmm(factor.mul_(scale), matrix)
+    return found.mT if turned else found
+
+
+def _product(matrix: Tensor, scale: Tensor) -> Tensor:
+    return torch.bmm(matrix, matrix.mT) * scale.square()
+
+
+def polynomial_of_gram(gram: Tensor, steps: Sequence[Step]) -> Tensor:
+    """The matrix that all steps together multiply by, from the Gram matrices (B, m, m)."""
     total: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
-        factor = b * gram if c == 0 else b * gram + c * (gram @ gram)
-        factor.diagonal(dim1=-2, dim2=-1).add_(a)
-        total = factor if total is None else factor @ total
+        factor = gram * b if c == 0 else torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=1, dim2=2).add_(a)
+        total = factor if total is None else torch.bmm(factor, total)
         if number + 1 < len(steps):
-            gram = factor @ gram @ factor
-    return matrix if total is None else total @ matrix
-
-
-def accumulated(tensor: Tensor) -> torch.dtype:
-    """What an update of a tensor is computed in."""
-    return accumulation_dtype(tensor.dtype)
+            gram = torch.bmm(torch.bmm(factor, gram), factor)
+    assert total is not None
+    return total
