@@ -61,13 +61,13 @@ def assigned(model: nn.Module, include: Selector | None, exclude: Selector | Non
         name = modules.plain_name(name)
         if key in own:
             layer, geometry = own[key]
-            found.append(Assigned(name, parameter, geometry, f"the weight of a {type(layer.module).__name__}"))
+            found.append(Assigned(name, parameter, geometry, f"the weight of {_a(type(layer.module).__name__)}"))
             continue
         owner = owners.get(key)
         if parameter.dim() < 2:
             reason = f"{parameter.dim()}-D: a bias, a norm or a scale"
         elif owner is None:
-            reason = f"of a {shared.get(key, 'module')}, which is no layer"
+            reason = f"of {_a(shared.get(key, 'module'))}, which is no layer"
         else:
             reason = refused.get(owner, "not the weight of its layer")
         found.append(Assigned(name, parameter, None, reason))
@@ -91,7 +91,7 @@ def _refused(
         elif include is not None and not matches(include, name, module):
             refused[name] = "not included"
         elif id(weight) in shared:
-            refused[name] = f"shared with a {shared[id(weight)]}"
+            refused[name] = f"shared with {_a(shared[id(weight)])}"
         elif module in adapters:
             refused[name] = adapters[module]
         elif include is not None:
@@ -106,3 +106,7 @@ def _refused(
 def _channels(module: nn.Module) -> int:
     return int(module.in_channels)  # type: ignore[arg-type]
 
+
+
+def _a(name: str) -> str:
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import chain, repeat
-from math import isfinite
-from typing import Literal
+from math import asin, cos, isfinite, pi, prod, sin, sqrt
+from typing import Literal, NamedTuple
 
 from ..problem import check_choice
 
 Step = tuple[float, float, float]
-Coefficients = Literal["minimax", "muon"] | Sequence[Sequence[float]]
+Coefficients = Literal["minimax", "muon", "rational"] | Sequence[Sequence[float]]
 
 #: Singular values that are meant to become 1, where the largest is 1; smaller ones grow, but do not get there.
 LOWER = 0.01
@@ -70,3 +70,55 @@ def _extrema(a: float, b: float, c: float) -> list[float]:
         root = (9 * b**2 - 20 * a * c) ** 0.5 if 9 * b**2 >= 20 * a * c else None
         squares = [] if root is None else [(-3 * b + sign * root) / (10 * c) for sign in (1, -1)]
     return [square**0.5 for square in squares if square > 0]
+
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Rational functions
+# ----------------------------------------------------------------------------------------------------------------------
+
+
+class Rational(NamedTuple):
+    """``s (factor + sum of weight / (s^2 + pole))``."""
+
+    factor: float
+    fractions: tuple[tuple[float, float], ...]  # pole, weight
+
+
+@lru_cache(maxsize=64)
+def rational(poles: int, lower: float = LOWER) -> Rational:
+    """Zolotarev's function: of all odd rational functions of its degree the nearest to 1 on ``[lower, 1]``.
+
+    ``s prod (s^2 + c_2j) / (s^2 + c_2j-1)`` with ``c_i = lower^2 sn^2(i K / (2r + 1)) / cn^2(...)``, elliptic functions
+    of the modulus ``sqrt(1 - lower^2)``; scaled so that it lies as far above 1 as below.
+    """
+    tangents = [_tangent_of_elliptic(i / (2 * poles + 1), lower) for i in range(1, 2 * poles + 1)]
+    c = [(lower * tangent) ** 2 for tangent in tangents]
+    odd, even = c[::2], c[1::2]
+
+    def unscaled(s: float) -> float:
+        return s * prod((s**2 + e) / (s**2 + o) for e, o in zip(even, odd, strict=True))
+
+    # It takes its least and its largest value in turns, at the ends first; between them near the roots of these.
+    grid = [lower ** (1 - i / 20000) for i in range(20001)]
+    values = [unscaled(s) for s in grid]
+    factor = 2 / (min(values) + max(values))
+    weights = [
+        factor * prod(e - o for e in even) / prod(other - o for other in odd if other != o) for o in odd
+    ]
+    return Rational(factor, tuple(zip(odd, weights, strict=True)))
+
+
+def _tangent_of_elliptic(share: float, lower: float) -> float:
+    """``sn/cn`` at ``share`` of the quarter period, for the complementary modulus ``lower``: by the means of Gauss."""
+    a, b = [1.0], lower
+    c = [sqrt(1 - lower**2)]
+    while abs(c[-1]) > 1e-15:
+        mean, difference = (a[-1] + b) / 2, (a[-1] - b) / 2
+        b = sqrt(a[-1] * b)
+        a.append(mean)
+        c.append(difference)
+    steps = len(a) - 1
+    angle = 2**steps * share * pi / 2  # amplitude, halved on the way down
+    for one_a, one_c in zip(reversed(a[1:]), reversed(c[1:]), strict=True):
+        angle = (angle + asin(max(-1.0, min(1.0, one_c / one_a * sin(angle))))) / 2
+    return sin(angle) / cos(angle)

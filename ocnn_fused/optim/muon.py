@@ -16,7 +16,7 @@ from ..regularizer.distributed import Shard, balanced_shares, send_shares, shari
 from ..regularizer.settings import Selector
 from ..regularizer.table import aligned
 from .assignment import Assigned, assigned
-from .coefficients import Coefficients
+from .coefficients import Coefficients, Rational
 from .update import NO_TARGET, How, Mode, Scale, accumulation_dtype, how_of, orthogonalize_all_
 
 Group = dict[str, Any]
@@ -84,7 +84,7 @@ class Muon(torch.optim.Optimizer):
         weight_decay: float = 0.0,
         *,
         mode: Mode = "operator",
-        steps: int = 5,
+        steps: int | None = None,
         coefficients: Coefficients | None = None,
         scale: Scale = "unit",
         auxiliary: MakeOptimizer = torch.optim.AdamW,
@@ -226,8 +226,8 @@ class Muon(torch.optim.Optimizer):
     def _orthogonalize(self, tensors: list[Tensor], problems: tuple[Problem, ...], how: How) -> list[float]:
         """Each rank its share, where that pays; the bits are the same on all ranks."""
         group = None
-        if not torch.compiler.is_compiling() and (self._model is not None or self._shard is True):
-            group = sharing_group(self._model or nn.Module(), self._shard)
+        if not torch.compiler.is_compiling():
+            group = sharing_group(nn.Module() if self._model is None else self._model, self._shard)
         shares = None if group is None else self._shares_of(problems, tensors, how, group.size())
         if group is None or shares is None:
             return orthogonalize_all_(tensors, problems, how)
@@ -246,7 +246,7 @@ class Muon(torch.optim.Optimizer):
             return None
         if (problems, world) not in self._shares:
             costs = [
-                len(how.steps) * engine.choose(problem, tensor.dtype, torch.device("cpu"), _CPU).seconds
+                _passes(how) * engine.choose(problem, tensor.dtype, torch.device("cpu"), _CPU).seconds
                 for problem, tensor in zip(problems, tensors, strict=True)
             ]
             pays = self._shard is True or sharing_pays(sum(costs), sum(tensor.nbytes for tensor in tensors), world)
@@ -329,6 +329,11 @@ def _for_axes(value: IntOrTuple, parameter: Tensor) -> IntOrTuple:
 
 def _problem(parameter: Tensor, geometry: tuple[Any, ...]) -> Problem:
     return Problem(tuple(parameter.shape), geometry[0], geometry[1], None, geometry[2], NO_TARGET)
+
+
+def _passes(how: How) -> int:
+    """By which a layer's cost is multiplied, where layers are shared out."""
+    return len(how.steps.fractions if isinstance(how.steps, Rational) else how.steps)
 
 
 def _whole(direction: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ last product see the long side.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import lru_cache
 from math import prod, sqrt
@@ -26,7 +27,7 @@ from ..functional import problems_of
 from ..plan import axes_of, polyphase_channels
 from ..problem import IntOrTuple, Options, Problem, check_choice, options_of
 from ..spectrum import upper_bound
-from .coefficients import Coefficients, Step, largest, steps_of
+from .coefficients import Coefficients, Rational, Step, largest, rational, steps_of
 
 Mode = Literal["operator", "flatten", "per_tap"]
 Scale = Literal["unit", "certified", "match_rms_adamw", "original"]
@@ -35,21 +36,21 @@ Scale = Literal["unit", "certified", "match_rms_adamw", "original"]
 NO_TARGET = 2.0**-60
 
 #: By how much the cut to the kernel's support may raise the norm, for each axis that has more than one lag.
-CUT = 1.25
+CUT = 1.3
 
 
 class How(NamedTuple):
     """How updates are made orthogonal; checked by :func:`how_of`."""
 
     mode: Mode
-    steps: tuple[Step, ...]
+    steps: tuple[Step, ...] | Rational
     scale: Scale
     options: Options
 
 
 def how_of(
     mode: str,
-    steps: int,
+    steps: int | None,
     coefficients: Coefficients | None,
     scale: str,
     backend: str | None = None,
@@ -58,10 +59,16 @@ def how_of(
     """The settings, each checked; ``coefficients=None`` takes the mode's own."""
     check_choice("mode", mode, get_args(Mode))
     check_choice("scale", scale, get_args(Scale))
+    if steps is None:
+        steps = 2 if coefficients == "rational" else 5
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise ValueError(f"steps must be a positive int, got {steps!r}")
     if coefficients is None:
         coefficients = "minimax" if mode == "operator" else "muon"
+    if coefficients == "rational":
+        if mode == "operator":
+            raise ValueError("coefficients must be cubic in mode 'operator', got 'rational'")
+        return How(mode, rational(steps), scale, options_of("auto", backend, precision, None))  # type: ignore[arg-type]
     found = steps_of(coefficients, steps)
     if mode == "operator" and not all(a and not c for a, _, c in found):
         raise ValueError(
@@ -79,7 +86,7 @@ def orthogonal_update(
     dilations: int | Sequence[IntOrTuple] = 1,
     groups: int | Sequence[int] = 1,
     mode: Mode = "operator",
-    steps: int = 5,
+    steps: int | None = None,
     coefficients: Coefficients | None = None,
     scale: Scale = "unit",
     backend: str | None = None,
@@ -93,17 +100,19 @@ def orthogonal_update(
         mode: "operator" moves the singular values of the convolution, at every frequency, as far as a kernel of this
             size allows. "flatten" those of the matrix ``M x (C k1..kn)``, "per_tap" those of the ``M x C`` matrix of each
             tap; both know neither stride nor dilation. A Linear layer is the same in all modes.
-        steps: of the polynomial iteration.
+        steps: of the polynomial iteration, or poles; 5, and 2 for "rational", where it is left out.
         coefficients: "minimax" (cubic, for singular values from 0.01 on; the default of "operator"), "muon" (the
             quintic of ``torch.optim.Muon``; the default of the others), or the (a, b, c) of each step, where
-            ``s -> a s + b s^3 + c s^5``. In mode "operator" ``c`` must be 0.
+            ``s -> a s + b s^3 + c s^5``. In mode "operator" ``c`` must be 0. "rational", for the other modes, is the
+            best rational function with ``steps`` poles instead of a polynomial: flatter (from 0.01 on within 7% of 1
+            with two poles, 1.3% with three), and the fastest on a CPU; by Cholesky's method.
         scale: "unit" leaves the singular values near 1. "certified" divides a convolution by
             :func:`ocnn_fused.spectrum.upper_bound`, so that its operator norm is at most 1: a search on the host that
             takes much longer than the update. "match_rms_adamw" gives entries the mean square of AdamW's updates,
             "original" is the factor ``sqrt(max(1, rows / columns))`` of ``torch.optim.Muon``.
         backend, precision: as for :func:`ocnn_fused.fused_orth_loss`.
 
-    Groups are made orthogonal each by itself, whatever their sizes. A tensor, or group, of zeros stays zero. One with
+    Groups are made orthogonal each by itself, whatever their sizes. A tensor, or group, of zeros stays zero (a norm below 1e-19 counts as zero in float32). One with
     a NaN or an infinity becomes NaN, and others do not change. Where the rank is too low, some singular values stay
     near zero. Computed in float32, in float64 for float64. Nothing waits for the device, except with "certified".
     """
@@ -136,12 +145,13 @@ def orthogonalize_all_(tensors: Sequence[Tensor], problems: tuple[Problem, ...],
             as_operators.setdefault(tensor.dtype, []).append(place)
     matrices_(as_matrices, how.steps, tight=how.mode == "operator")
     for places in as_operators.values():
+        assert not isinstance(how.steps, Rational)  # how_of refuses it
         some, of_some = [tensors[place] for place in places], tuple(problems[place] for place in places)
         left = operators_(some, of_some, how.options, how.steps)
         for place in places:
             factors[place] = left
     for place, (tensor, problem) in enumerate(zip(tensors, problems, strict=True)):
-        factors[place] *= _scale(tensor, problem, how.scale, factors[place])
+        factors[place] *= _scale(tensor, problem, how, factors[place])
     return factors
 
 
@@ -151,17 +161,20 @@ def _has_one_lag(problem: Problem) -> bool:
     return all(axis.lags == 0 for axis in axes_of(problem))
 
 
-def _scale(tensor: Tensor, problem: Problem, scale: Scale, factor: float) -> float:
+def _scale(tensor: Tensor, problem: Problem, how: How, factor: float) -> float:
     """What an update is multiplied by, once its singular values are near 1."""
-    if scale == "certified":
+    if how.scale == "certified":
         options = {"stride": problem.stride, "dilation": problem.dilation, "groups": problem.groups}
         bound = upper_bound(tensor, **options) * abs(factor) if tensor.isfinite().all() else 1.0  # type: ignore[arg-type]
         return 1 / bound if bound > 0 else 1.0
-    if scale == "original":
-        return sqrt(max(1.0, problem.rows / (prod(problem.shape[1:]))))
-    if scale == "match_rms_adamw":  # an orthogonal convolution has as many squares as the smaller side has rows
-        squares = problem.groups * min(problem.rows, polyphase_channels(problem))
-        return 0.2 * sqrt(prod(problem.shape) / squares)
+    if how.scale == "original":
+        return sqrt(max(1.0, problem.rows / prod(problem.shape[1:])))
+    if how.scale == "match_rms_adamw":  # from how many squares the entries of an orthogonal one have in all
+        columns = {
+            "operator": polyphase_channels(problem), "flatten": prod(problem.shape[1:]), "per_tap": problem.channels,
+        }[how.mode]  # fmt: skip
+        matrices = problem.groups * (prod(problem.kernel) if how.mode == "per_tap" else 1)
+        return 0.2 * sqrt(prod(problem.shape) / (matrices * min(problem.rows, columns)))
     return 1.0
 
 
@@ -255,11 +268,14 @@ def _numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 #: Smaller matrices of one shape are computed in one batch; for larger ones a copy costs more than a call.
 _BATCHED = 1 << 18
 
+#: From this side on a CPU computes symmetric products by panels, leaving out most of the other half.
+_PANELS_FROM, _PANELS = 384, 4
 
-def matrices_(tensors: Sequence[Tensor], steps: Sequence[Step], tight: bool = False) -> None:
+
+def matrices_(tensors: Sequence[Tensor], steps: Sequence[Step] | Rational, tight: bool = False) -> None:
     """Move the singular values of matrices (..., m, n) towards 1, in place.
 
-    Each is first divided by its norm; ``tight`` by that of its Gram matrix's root, which is nearer to the largest value.
+    Each is first divided by its norm; ``tight`` by the root of its Gram matrix's, which is nearer to the largest value.
     """
     kinds: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
     for place, tensor in enumerate(tensors):
@@ -268,40 +284,63 @@ def matrices_(tensors: Sequence[Tensor], steps: Sequence[Step], tight: bool = Fa
     for (shape, _), members in kinds.items():
         stacked = [member.reshape(-1, *shape[:2]) for member in members]
         batch = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
-        found = orthogonal_matrices(batch, steps, tight)
+        found = _orthogonal(batch, steps, tight)
         for member, part in zip(members, found.split([len(one) for one in stacked]), strict=True):
             member.copy_(part.view(member.shape))
 
 
-def orthogonal_matrices(batch: Tensor, steps: Sequence[Step], tight: bool = False) -> Tensor:
-    """A batch of matrices (B, m, n) with singular values near 1."""
-    turned = batch.shape[1] > batch.shape[2]
-    matrix = batch.mT if turned else batch
-    norms = torch.linalg.vector_norm(matrix, dim=(1, 2), keepdim=True)
-    scale = torch.where(norms == 0, 0.0, 1 / norms)
-    # Scaled before it is squared, so that nothing overflows.
-    gram = torch.bmm(matrix * scale, matrix.mT * scale) if len(batch) > 1 else _product(matrix, scale)
+def _orthogonal(batch: Tensor, steps: Sequence[Step] | Rational, tight: bool) -> Tensor:
+    """Matrices (B, m, n) with singular values near 1; those given are scaled."""
+    norms = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True)
+    batch.mul_(torch.where(norms == 0, 0.0, 1 / norms))
+    is_tall = batch.shape[1] > batch.shape[2]
+    gram = _symmetric(batch.mT, batch) if is_tall else _symmetric(batch, batch.mT)
+    scale: Tensor | None = None
     if tight:
         fourth = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True)
         more = torch.where(fourth == 0, 0.0, fourth.reciprocal())
-        gram, scale = gram * more, scale * more.sqrt()
-    factor = polynomial_of_gram(gram, steps)
-    found = torch.bmm(factor.mul_(scale), matrix)
-    return found.mT if turned else found
+        gram, scale = gram.mul_(more), more.sqrt_()
+    factor = _rational_of_gram(gram, steps) if isinstance(steps, Rational) else _polynomial_of_gram(gram, steps)
+    if scale is not None:
+        factor.mul_(scale)
+    return torch.bmm(batch, factor) if is_tall else torch.bmm(factor, batch)
 
 
-def _product(matrix: Tensor, scale: Tensor) -> Tensor:
-    return torch.bmm(matrix, matrix.mT) * scale.square()
-
-
-def polynomial_of_gram(gram: Tensor, steps: Sequence[Step]) -> Tensor:
-    """The matrix that all steps together multiply by, from the Gram matrices (B, m, m)."""
+def _polynomial_of_gram(gram: Tensor, steps: Sequence[Step]) -> Tensor:
+    """The matrices that all steps together multiply by, from the Gram matrices (B, m, m)."""
     total: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
-        factor = gram * b if c == 0 else torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor = gram * b
+        if c:
+            factor.add_(_symmetric(gram, gram), alpha=c)
         factor.diagonal(dim1=1, dim2=2).add_(a)
-        total = factor if total is None else torch.bmm(factor, total)
+        total = factor if total is None else _symmetric(factor, total)
         if number + 1 < len(steps):
-            gram = torch.bmm(torch.bmm(factor, gram), factor)
+            gram = _symmetric(_symmetric(factor, gram), factor)
     assert total is not None
     return total
+
+
+def _rational_of_gram(gram: Tensor, rational: Rational) -> Tensor:
+    """The same by partial fractions: nothing but inverses of positive definite matrices, by Cholesky."""
+    total = torch.zeros_like(gram)
+    total.diagonal(dim1=1, dim2=2).add_(rational.factor)
+    for pole, weight in rational.fractions:
+        shifted = gram.clone()
+        shifted.diagonal(dim1=1, dim2=2).add_(pole)
+        total.add_(torch.cholesky_inverse(torch.linalg.cholesky_ex(shifted).L), alpha=weight)
+    return total
+
+
+def _symmetric(left: Tensor, right: Tensor) -> Tensor:
+    """The product of matrices (B, m, k) and (B, k, m) that is symmetric; on a CPU little more than half of it."""
+    side = left.shape[1]
+    if side < _PANELS_FROM or left.device.type != "cpu" or torch.compiler.is_compiling():
+        return torch.bmm(left, right)
+    found = left.new_empty(len(left), side, side)
+    begins = [side * panel // _PANELS for panel in range(_PANELS + 1)]
+    for one, a, b in zip(found, left, right, strict=True):
+        for begin, end in itertools.pairwise(begins):
+            torch.mm(a[begin:end], b[:, begin:], out=one[begin:end, begin:])
+            one[end:, begin:end] = one[begin:end, end:].T
+    return found
