@@ -203,7 +203,7 @@ class Muon(torch.optim.Optimizer):
                 [_problem(parameters[index], group["geometries"][place]) for index, place in enumerate(places)]
             )
             directions = self._directions(parameters, group)
-            wholes = [_whole(direction) for direction in directions]
+            wholes = [_whole(direction, is_new=group["nesterov"]) for direction in directions]
             factors = self._orthogonalize(wholes, problems, how)
             updates = wholes
             if modules.is_spread(parameters[0]):
@@ -336,11 +336,14 @@ def _passes(how: How) -> int:
     return len(how.steps.fractions if isinstance(how.steps, Rational) else how.steps)
 
 
-def _whole(direction: Tensor) -> Tensor:
-    """A new contiguous tensor in the dtype that updates are computed in; a DTensor's in one piece."""
+def _whole(direction: Tensor, is_new: bool) -> Tensor:
+    """A contiguous tensor in the dtype that updates are computed in, and free to be changed; a DTensor's in one piece."""
     if modules.is_spread(direction):
-        direction = direction.full_tensor()  # type: ignore[attr-defined]
-    copied = torch.empty(direction.shape, dtype=accumulation_dtype(direction.dtype), device=direction.device)
+        direction, is_new = direction.full_tensor(), False  # type: ignore[attr-defined]
+    dtype = accumulation_dtype(direction.dtype)
+    if is_new and direction.dtype == dtype and direction.is_contiguous():
+        return direction
+    copied = torch.empty(direction.shape, dtype=dtype, device=direction.device)
     return copied.copy_(direction)
 
 

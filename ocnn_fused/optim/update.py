@@ -271,6 +271,9 @@ _BATCHED = 1 << 18
 #: From this side on a CPU computes symmetric products by panels, leaving out most of the other half.
 _PANELS_FROM, _PANELS = 384, 4
 
+#: Norms that are smaller count as this.
+_TINY = 1e-30
+
 
 def matrices_(tensors: Sequence[Tensor], steps: Sequence[Step] | Rational, tight: bool = False) -> None:
     """Move the singular values of matrices (..., m, n) towards 1, in place.
@@ -291,18 +294,17 @@ def matrices_(tensors: Sequence[Tensor], steps: Sequence[Step] | Rational, tight
 
 def _orthogonal(batch: Tensor, steps: Sequence[Step] | Rational, tight: bool) -> Tensor:
     """Matrices (B, m, n) with singular values near 1; those given are scaled."""
-    norms = torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True)
-    batch.mul_(torch.where(norms == 0, 0.0, 1 / norms))
+    batch.div_(torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True).clamp_(min=_TINY))
     is_tall = batch.shape[1] > batch.shape[2]
     gram = _symmetric(batch.mT, batch) if is_tall else _symmetric(batch, batch.mT)
-    scale: Tensor | None = None
+    root: Tensor | None = None
     if tight:
-        fourth = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True)
-        more = torch.where(fourth == 0, 0.0, fourth.reciprocal())
-        gram, scale = gram.mul_(more), more.sqrt_()
+        fourth = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp_(min=_TINY)
+        gram.div_(fourth)
+        root = fourth.sqrt_()
     factor = _rational_of_gram(gram, steps) if isinstance(steps, Rational) else _polynomial_of_gram(gram, steps)
-    if scale is not None:
-        factor.mul_(scale)
+    if root is not None:
+        factor.div_(root)
     return torch.bmm(batch, factor) if is_tall else torch.bmm(factor, batch)
 
 
@@ -310,19 +312,21 @@ def _polynomial_of_gram(gram: Tensor, steps: Sequence[Step]) -> Tensor:
     """The matrices that all steps together multiply by, from the Gram matrices (B, m, m)."""
     total: Tensor | None = None
     for number, (a, b, c) in enumerate(steps):
-        factor = gram * b
-        if c:
-            factor.add_(_symmetric(gram, gram), alpha=c)
-        factor.diagonal(dim1=1, dim2=2).add_(a)
-        total = factor if total is None else _symmetric(factor, total)
+        rest = _symmetric(gram, gram, gram, b, c) if c else gram * b  # what a step multiplies by, without its ``a``
+        if total is None:
+            total = rest.clone()
+            total.diagonal(dim1=1, dim2=2).add_(a)
+        else:
+            total = _symmetric(rest, total, total, a)
         if number + 1 < len(steps):
-            gram = _symmetric(_symmetric(factor, gram), factor)
+            gram = _symmetric(rest, gram, gram, a)
+            gram = _symmetric(rest, gram, gram, a)
     assert total is not None
     return total
 
 
 def _rational_of_gram(gram: Tensor, rational: Rational) -> Tensor:
-    """The same by partial fractions: nothing but inverses of positive definite matrices, by Cholesky."""
+    """The same by partial fractions: nothing but inverses of positive definite matrices, by Cholesky's method."""
     total = torch.zeros_like(gram)
     total.diagonal(dim1=1, dim2=2).add_(rational.factor)
     for pole, weight in rational.fractions:
@@ -332,15 +336,23 @@ def _rational_of_gram(gram: Tensor, rational: Rational) -> Tensor:
     return total
 
 
-def _symmetric(left: Tensor, right: Tensor) -> Tensor:
-    """The product of matrices (B, m, k) and (B, k, m) that is symmetric; on a CPU little more than half of it."""
+def _symmetric(
+    left: Tensor, right: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0
+) -> Tensor:
+    """``beta added + alpha left right`` of (B, m, k) and (B, k, m), which is symmetric; little more than half of it is
+    computed where that pays."""
     side = left.shape[1]
     if side < _PANELS_FROM or left.device.type != "cpu" or torch.compiler.is_compiling():
-        return torch.bmm(left, right)
+        return torch.bmm(left, right) if added is None else torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
     found = left.new_empty(len(left), side, side)
     begins = [side * panel // _PANELS for panel in range(_PANELS + 1)]
-    for one, a, b in zip(found, left, right, strict=True):
+    for index, (one, a, b) in enumerate(zip(found, left, right, strict=True)):
         for begin, end in itertools.pairwise(begins):
-            torch.mm(a[begin:end], b[:, begin:], out=one[begin:end, begin:])
+            panel = one[begin:end, begin:]
+            if added is None:
+                torch.mm(a[begin:end], b[:, begin:], out=panel)
+            else:
+                more = added[index, begin:end, begin:]
+                torch.addmm(more, a[begin:end], b[:, begin:], beta=beta, alpha=alpha, out=panel)
             one[end:, begin:end] = one[begin:end, end:].T
     return found
