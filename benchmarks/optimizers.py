@@ -40,6 +40,7 @@ from ocnn_fused.optim.coefficients import MUON
 from ocnn_fused.spectrum import singular_values
 
 COMMAND = "optimizers"
+TIMM_SPEC = find_spec("timm")  # before anything stands in for the package
 STEP, FLATNESS = "optimizer step", "flatness"
 PAGE = ROOT / "docs" / "optimizer.md"
 
@@ -85,8 +86,7 @@ def _timm() -> Any:
     """timm's module alone: its optimisers need nothing but torch, the rest of timm imports much more."""
     if "timm" not in sys.modules:
         package, models = ModuleType("timm"), ModuleType("timm.models")
-        spec = find_spec("timm")
-        package.__path__ = list(spec.submodule_search_locations or ()) if spec else []
+        package.__path__ = list(TIMM_SPEC.submodule_search_locations or ()) if TIMM_SPEC else []
         models.group_parameters = None  # type: ignore[attr-defined]
         sys.modules.update({"timm": package, "timm.models": models})
     return import_module("timm.optim.muon")
@@ -121,15 +121,14 @@ CONTENDERS = (
     Contender("torch AdamW", lambda weights, _: torch.optim.AdamW(weights, RATE, foreach=True)),
     Contender("torch SGD", lambda weights, _: torch.optim.SGD(weights, RATE, 0.95, nesterov=True, foreach=True)),
 )
-SHIPPED = (TORCH.name, TIMM.name)
 
 
 def available() -> list[Contender]:
     missing = [] if hasattr(torch.optim, "Muon") else ["torch"]
-    missing += [] if find_spec("timm") else ["timm"]
+    missing += [] if TIMM_SPEC else ["timm"]
     for package in missing:
         print(f"{package} has no Muon here: left out")
-    return [one for one in CONTENDERS if not (one.is_muon and one.name.split(".")[0].split()[0] in missing)]
+    return [one for one in CONTENDERS if not (one.is_muon and any(one.name.startswith(name) for name in missing))]
 
 
 @dataclass

@@ -3,7 +3,7 @@
 python -m experiments run classification method=ocnn weight=0.01 --data DATA    one run, compared with its line
 python -m experiments queue --data DATA      every run of the protocol that has no line yet, the most valuable first
 python -m experiments queue --smoke          every experiment in seconds, on tiny data unless --data is given
-python -m experiments table                  docs/replication.md and its figures, from the lines
+python -m experiments table                  docs/replication.md, its figures and docs/optimizer.md, from the lines
 """
 
 from __future__ import annotations
@@ -48,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.add_argument("--out", type=Path, default=ROOT / "docs")
     options = parser.parse_args(arguments)
     if options.command == "table":
+        from . import optimizer_table
         from .table import write
 
-        write(plan.Plan(Context(Path(), options.work, options.results)), options.out)
+        runs = plan.Plan(Context(Path(), options.work, options.results))
+        write(runs, options.out)
+        optimizer_table.write(runs, options.out)
         return 0
     if options.data is None and not options.smoke:
         parser.error("--data must name the folder with the data sets; --smoke does without")
@@ -105,7 +108,7 @@ def _is_done(stage: plan.Stage, context: Context) -> bool:
 
 def _smoke(options: argparse.Namespace) -> int:
     """Everything, in a folder that is thrown away, and the table of it."""
-    from . import tiny
+    from . import optimizer_table, tiny
     from .table import write
 
     with tempfile.TemporaryDirectory() as folder:
@@ -113,7 +116,8 @@ def _smoke(options: argparse.Namespace) -> int:
         runs = plan.Plan(Context(data, Path(folder) / "work", Path(folder) / "results", progress=False), smoke=True)
         _queue(runs.all_stages, runs.context)
         write(runs, Path(folder))
-        report = (Path(folder) / "replication.md").read_text()
+        optimizer_table.write(runs, Path(folder))
+        report = "".join((Path(folder) / name).read_text() for name in ("replication.md", optimizer_table.PAGE))
         if "not run yet" in report.lower():
             print(f"error: something was not run:\n{report}", file=sys.stderr)
             return 1

@@ -268,8 +268,9 @@ def _numbers(numbers: tuple[float, ...], device: torch.device) -> Tensor:
 #: Smaller matrices of one shape are computed in one batch; for larger ones a copy costs more than a call.
 _BATCHED = 1 << 18
 
-#: From this side on a CPU computes symmetric products by panels, leaving out most of the other half.
-_PANELS_FROM, _PANELS = 384, 4
+#: A CPU computes symmetric products by panels, leaving out most of the other half, from this side on; and from the
+#: second one where the products are long. On smaller ones the panels cost more than they save.
+_PANELS_FROM, _LONG_PANELS_FROM, _PANELS = 768, 256, 4
 
 #: Norms that are smaller count as this.
 _TINY = 1e-30
@@ -341,8 +342,9 @@ def _symmetric(
 ) -> Tensor:
     """``beta added + alpha left right`` of (B, m, k) and (B, k, m), which is symmetric; little more than half of it is
     computed where that pays."""
-    side = left.shape[1]
-    if side < _PANELS_FROM or left.device.type != "cpu" or torch.compiler.is_compiling():
+    side, length = left.shape[1:]
+    pays = side >= (_LONG_PANELS_FROM if length >= 2 * side else _PANELS_FROM)
+    if not pays or left.device.type != "cpu" or torch.compiler.is_compiling():
         return torch.bmm(left, right) if added is None else torch.baddbmm(added, left, right, beta=beta, alpha=alpha)
     found = left.new_empty(len(left), side, side)
     begins = [side * panel // _PANELS for panel in range(_PANELS + 1)]
