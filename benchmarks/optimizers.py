@@ -3,12 +3,11 @@
     python benchmarks/optimizers.py                          both, all networks
     python benchmarks/optimizers.py --network resnet18       one network
     python benchmarks/optimizers.py --only flatness          no timing
-    python benchmarks/optimizers.py --docs                   the tables of docs/optimizer.md, from the kept rows
 
 A step is ``optimizer.step()`` of all convolution weights of a network, with gradients that are there. Contenders take
 turns in one process. timm's Muon is timed if timm is installed (``pip install timm --no-deps``). The Muons of torch and
-timm iterate in bfloat16; "float32" is the same code with that conversion left out. Before anything is timed, each Muon's
-first step is compared with the polynomial of the singular values, in float64.
+timm iterate in bfloat16; "float32" is the same code with that conversion left out. Before anything is timed, the first
+step of each flattened Muon in float32 is compared with the polynomial of the singular values, in float64.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from unittest import mock
 
 import torch
 from harness import Harness, disturbed, parser_of, run
-from record import COUNT, KEPT, ROOT, Row, Rows, load
+from record import COUNT, Row, Rows
 from shapes import NETWORKS, PUBLISHED, Layer
 from steps import WrongResultError, expand
 from tables import milliseconds, number, ratio, table, times
@@ -42,7 +41,6 @@ from ocnn_fused.spectrum import singular_values
 COMMAND = "optimizers"
 TIMM_SPEC = find_spec("timm")  # before anything stands in for the package
 STEP, FLATNESS = "optimizer step", "flatness"
-PAGE = ROOT / "docs" / "optimizer.md"
 
 MODELS: dict[str, tuple[Layer, ...]] = {
     "resnet18": NETWORKS["resnet18"],
@@ -175,7 +173,9 @@ def verify(one: Prepared, layers: Sequence[Layer], grads: Sequence[Tensor]) -> N
             values = a * values + b * values**3 + c * values**5
         wanted = -left * values @ right
         found = weight.detach().flatten(1).double()
-        error = float((found / found.norm() - wanted / wanted.norm()).abs().max() / (wanted / wanted.norm()).abs().max())
+        error = float(
+            (found / found.norm() - wanted / wanted.norm()).abs().max() / (wanted / wanted.norm()).abs().max()
+        )
         checked += 1
         if error > 1e-3:
             raise WrongResultError(f"{one.contender.name}: the update of {layer.label} is off by {error:.1e}")
@@ -183,8 +183,8 @@ def verify(one: Prepared, layers: Sequence[Layer], grads: Sequence[Tensor]) -> N
         raise WrongResultError("no layer was checked")
 
 
-def measure_steps(harness: Harness, name: str, quick: bool) -> None:
-    layers = expand(MODELS[name])[: 8 if quick else None]
+def measure_steps(harness: Harness, name: str) -> None:
+    layers = expand(MODELS[name])
     grads = gradients(layers)
     calls: dict[str, Callable[[], object]] = {}
     for contender in available():
@@ -305,7 +305,9 @@ def flatness_table(rows: Rows) -> str:
         for contender in own.names("contender"):
             low, high, most = (of_layer.median(contender=contender, measure=measure) for measure in MEASURES)
             cells[contender] = (
-                "-" if low is None else f"{number(low, '{:.2f}')} to {number(high, '{:.2f}')} ({number(most, '{:.2f}')})"
+                "-"
+                if low is None
+                else f"{number(low, '{:.2f}')} to {number(high, '{:.2f}')} ({number(most, '{:.2f}')})"
             )
         body.append(cells)
     return table(body)
@@ -334,10 +336,10 @@ def with_tables(text: str, rows: Rows) -> str:
         "target": target_table(rows),
     }
     for which, new in made.items():
-        begin, end = f"<!-- {which} table, written by benchmarks/optimizers.py -->\n", "\n<!-- end -->"
+        begin, end = f"<!-- {which} table, written by make report -->\n", "\n<!-- end -->"
         before, found, rest = text.partition(begin)
         if not found:
-            raise SystemExit(f"error: {PAGE.name} must have the line {begin.strip()}")
+            raise SystemExit(f"error: docs/optimizer.md must have the line {begin.strip()}")
         text = before + begin + "\n" + new + "\n" + end + rest.partition(end)[2]
     return text
 
@@ -351,17 +353,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--network", nargs="+", choices=sorted(MODELS), default=list(MODELS))
     parser.add_argument("--only", choices=("steps", "flatness"))
-    parser.add_argument("--docs", action="store_true", help="write the tables of docs/optimizer.md; measure nothing")
     options = parser.parse_args(arguments)
-    if options.docs:
-        PAGE.write_text(with_tables(PAGE.read_text(), Rows(load(KEPT, COMMAND))))
-        print(f"Wrote {PAGE}")
-        return
     harness = Harness(COMMAND, options)
     networks = [] if options.only == "flatness" else options.network
     with harness.progress(len(networks) + (0 if options.only == "steps" else len(LAYERS))):
         for name in networks:
-            measure_steps(harness, name, options.quick and options.repeats == 1)
+            measure_steps(harness, name)
         if options.only != "steps":
             measure_flatness(harness)
     harness.report(tables, draw)

@@ -1,4 +1,4 @@
-"""Handwritten digits with orthogonal updates: ``python examples/optimizer.py``, or ``--mode flatten``; needs scikit-learn."""
+"""Handwritten digits with orthogonal updates: ``python examples/optimizer.py --mode operator``; needs scikit-learn."""
 
 from __future__ import annotations
 

@@ -229,15 +229,13 @@ class Plan:
         return float(lines[trial.key].result["accuracy"])
 
     def optimizer_scores(self, optimizer: Optimizer) -> dict[tuple[float, float], float]:
-        """Mean score over both seeds, of the pairs of rate and decay that have both; raises NotChosen if one is missing."""
+        """Mean score over both seeds, of the pairs of rate and decay that have both; NotChosen if one is missing."""
         return {
-            (trial.rate, trial.decay): mean(
-                self._trial_score(replace(trial, seed=seed)) for seed in CHOOSING_SEEDS
-            )
+            (trial.rate, trial.decay): mean(self._trial_score(replace(trial, seed=seed)) for seed in CHOOSING_SEEDS)
             for trial in self.second_optimizer_trials(optimizer)
         }
 
-    def optimizer_run(self, config: Optimized, optimizer: Optimizer, seed: int) -> Config:
+    def optimizer_run(self, config: Optimized, optimizer: Optimizer, seed: int) -> Optimized:
         """A row's run with the rate and decay of the best trials."""
         scores = self.optimizer_scores(optimizer)
         rate, decay = max(scores, key=lambda setting: scores[setting])

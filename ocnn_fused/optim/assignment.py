@@ -107,6 +107,5 @@ def _channels(module: nn.Module) -> int:
     return int(module.in_channels)  # type: ignore[arg-type]
 
 
-
 def _a(name: str) -> str:
     return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"

@@ -102,9 +102,7 @@ def rational(poles: int, lower: float = LOWER) -> Rational:
     grid = [lower ** (1 - i / 20000) for i in range(20001)]
     values = [unscaled(s) for s in grid]
     factor = 2 / (min(values) + max(values))
-    weights = [
-        factor * prod(e - o for e in even) / prod(other - o for other in odd if other != o) for o in odd
-    ]
+    weights = [factor * prod(e - o for e in even) / prod(other - o for other in odd if other != o) for o in odd]
     return Rational(factor, tuple(zip(odd, weights, strict=True)))
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import engine, modules
+from ..backends.job import accumulation_dtype
 from ..functional import check_weight
 from ..problem import IntOrTuple, Options, Problem, check_choice, problem_of
 from ..regularizer.distributed import Shard, balanced_shares, send_shares, sharing_group, sharing_pays
@@ -17,7 +18,7 @@ from ..regularizer.settings import Selector
 from ..regularizer.table import aligned
 from .assignment import Assigned, assigned
 from .coefficients import Coefficients, Rational
-from .update import NO_TARGET, How, Mode, Scale, accumulation_dtype, how_of, orthogonalize_all_
+from .update import NO_TARGET, How, Mode, Scale, how_of, orthogonalize_all_
 
 Group = dict[str, Any]
 #: Makes the optimiser of all parameters whose updates are not orthogonal, from a list of param groups.
@@ -102,8 +103,9 @@ class Muon(torch.optim.Optimizer):
         how_of(mode, steps, coefficients, scale, backend, precision)
         if not callable(auxiliary):
             raise TypeError(f"auxiliary must be a callable that makes an optimiser of param groups, got {auxiliary!r}")
-        self._make_auxiliary, self._auxiliary = auxiliary, None
-        self._options = {"backend": backend, "precision": precision}
+        self._make_auxiliary = auxiliary
+        self._auxiliary: torch.optim.Optimizer | None = None
+        self._backend, self._precision = backend, precision
         self._model = params_or_model if isinstance(params_or_model, nn.Module) else None
         self._shard: Shard = shard
         self._assigned: list[Assigned] = []
@@ -166,8 +168,9 @@ class Muon(torch.optim.Optimizer):
             self._auxiliary.state = self.state
 
     def _how(self, group: Group) -> How:
-        names = ("steps", "coefficients", "scale")
-        return how_of(group["update"], *(group[name] for name in names), **self._options)
+        return how_of(
+            group["update"], group["steps"], group["coefficients"], group["scale"], self._backend, self._precision
+        )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -219,7 +222,7 @@ class Muon(torch.optim.Optimizer):
             if "momentum_buffer" not in state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
         buffers = [self.state[parameter]["momentum_buffer"] for parameter in parameters]
-        grads = [parameter.grad for parameter in parameters]
+        grads: list[Tensor] = [parameter.grad for parameter in parameters]  # type: ignore[misc]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         return list(torch._foreach_lerp(grads, buffers, group["momentum"])) if group["nesterov"] else buffers
 
@@ -274,7 +277,7 @@ class Muon(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         names = {id(one.parameter): one for one in self._assigned}
-        rows = [("parameter", "shape", "stride", "dilation", "groups", "update", "why")]
+        rows: list[tuple[str, ...]] = [("parameter", "shape", "stride", "dilation", "groups", "update", "why")]
         for number, group in enumerate(self.param_groups):
             own = group["update"] != AUXILIARY
             update = group["update"] if own else type(self._auxiliary).__name__
@@ -317,7 +320,8 @@ def _geometries(group: Group) -> list[tuple[Any, ...]]:
             )
         check_weight(parameter, label)
         stride, dilation, groups = geometry
-        problem = problem_of(parameter.shape, *(_for_axes(one, parameter) for one in (stride, dilation)), groups, None)
+        stride, dilation = _for_axes(stride, parameter), _for_axes(dilation, parameter)
+        problem = problem_of(parameter.shape, stride, dilation, groups, None)
         found.append((problem.stride, problem.dilation, problem.groups))
     return found
 
@@ -337,7 +341,7 @@ def _passes(how: How) -> int:
 
 
 def _whole(direction: Tensor, is_new: bool) -> Tensor:
-    """A contiguous tensor in the dtype that updates are computed in, and free to be changed; a DTensor's in one piece."""
+    """A contiguous tensor in the dtype of updates, which may be written to; a DTensor's in one piece."""
     if modules.is_spread(direction):
         direction, is_new = direction.full_tensor(), False  # type: ignore[attr-defined]
     dtype = accumulation_dtype(direction.dtype)

@@ -1,9 +1,9 @@
 r"""The orthogonal update of a list of tensors, in few passes over all of them: as operators, as matrices, or by taps.
 
 As operators: the odd cubic ``a X + b (Z * X)`` of a convolution, cut to the kernel's support, needs nothing but the
-gradient of the orthogonality loss with a target that is as good as zero, ``dL/dX = 4 Z * X``. So one fused pass over all
-layers, which adds ``b/4 * dL/dX`` to the tensors themselves, is one step of all of them, for every stride, dilation,
-groups and rank. The cut is not a part of the polynomial: it can raise the largest singular value, see
+gradient of the orthogonality loss with a target that is as good as zero, ``dL/dX = 4 Z * X``. So one fused pass over
+all layers, which adds ``b/4 * dL/dX`` to the tensors themselves, is one step of all of them, for every stride,
+dilation, groups and rank. The cut is not a part of the polynomial: it can raise the largest singular value, see
 :func:`promised_norm`.
 
 As matrices: polynomials of one matrix commute, so the steps run on the small Gram matrix, and only its first and its
@@ -24,7 +24,7 @@ from torch import Tensor
 from ..autograd import add_grads_
 from ..backends.job import Epilogue, accumulation_dtype
 from ..functional import problems_of
-from ..plan import axes_of, polyphase_channels
+from ..plan import axes_of, lag_count, overlaps, polyphase_channels
 from ..problem import IntOrTuple, Options, Problem, check_choice, options_of
 from ..spectrum import upper_bound
 from .coefficients import Coefficients, Rational, Step, largest, rational, steps_of
@@ -98,8 +98,8 @@ def orthogonal_update(
         tensors: gradients or momenta of Linear, Conv1d/2d/3d and transposed convolutions, ``(M, C/groups, k1..kn)``.
         strides, dilations, groups: of the layers, one for all or one for each tensor.
         mode: "operator" moves the singular values of the convolution, at every frequency, as far as a kernel of this
-            size allows. "flatten" those of the matrix ``M x (C k1..kn)``, "per_tap" those of the ``M x C`` matrix of each
-            tap; both know neither stride nor dilation. A Linear layer is the same in all modes.
+            size allows. "flatten" those of the matrix ``M x (C k1..kn)``, "per_tap" those of the ``M x C`` matrix of
+            each tap; both know neither stride nor dilation.
         steps: of the polynomial iteration, or poles; 5, and 2 for "rational", where it is left out.
         coefficients: "minimax" (cubic, for singular values from 0.01 on; the default of "operator"), "muon" (the
             quintic of ``torch.optim.Muon``; the default of the others), or the (a, b, c) of each step, where
@@ -112,9 +112,10 @@ def orthogonal_update(
             "original" is the factor ``sqrt(max(1, rows / columns))`` of ``torch.optim.Muon``.
         backend, precision: as for :func:`ocnn_fused.fused_orth_loss`.
 
-    Groups are made orthogonal each by itself, whatever their sizes. A tensor, or group, of zeros stays zero (a norm below 1e-19 counts as zero in float32). One with
-    a NaN or an infinity becomes NaN, and others do not change. Where the rank is too low, some singular values stay
-    near zero. Computed in float32, in float64 for float64. Nothing waits for the device, except with "certified".
+    Groups are made orthogonal each by itself, whatever their sizes. A tensor, or group, of zeros stays zero, and so
+    does one whose norm is below 1e-19 in float32. One with a NaN or an infinity becomes NaN, and others do not change.
+    Where the rank is too low, some singular values stay near zero. Computed in float32, in float64 for float64. Nothing
+    waits for the device, except with "certified".
     """
     how = how_of(mode, steps, coefficients, scale, backend, precision)
     problems = problems_of(tensors, strides, dilations, groups, None, target=NO_TARGET)
@@ -139,7 +140,7 @@ def orthogonalize_all_(tensors: Sequence[Tensor], problems: tuple[Problem, ...],
         if how.mode == "per_tap":
             taps = tensor.view(problem.groups, problem.rows, problem.channels, -1)
             as_matrices.append(taps.permute(0, 3, 1, 2))
-        elif how.mode == "flatten" or _has_one_lag(problem):
+        elif how.mode == "flatten" or lag_count(problem) == 1:
             as_matrices.append(tensor.view(problem.groups, problem.rows, -1))
         else:
             as_operators.setdefault(tensor.dtype, []).append(place)
@@ -153,12 +154,6 @@ def orthogonalize_all_(tensors: Sequence[Tensor], problems: tuple[Problem, ...],
     for place, (tensor, problem) in enumerate(zip(tensors, problems, strict=True)):
         factors[place] *= _scale(tensor, problem, how, factors[place])
     return factors
-
-
-@lru_cache(maxsize=1024)
-def _has_one_lag(problem: Problem) -> bool:
-    """Whether placements of the kernel do not overlap, so that the convolution is a matrix."""
-    return all(axis.lags == 0 for axis in axes_of(problem))
 
 
 def _scale(tensor: Tensor, problem: Problem, how: How, factor: float) -> float:
@@ -246,12 +241,8 @@ def _normalize_groups_(tensors: Sequence[Tensor], problems: Sequence[Problem]) -
 @lru_cache(maxsize=64)
 def _bounds(problems: tuple[Problem, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Of each problem how many lags it has, and ``||K|| sqrt(n)`` of a group that has been normalized."""
-    lags, bounds = [], []
-    for problem in problems:
-        axes = axes_of(problem)
-        lags.append(float(prod(2 * axis.lags + 1 for axis in axes)))
-        bounds.append(sqrt(problem.rows * prod(-(-axis.taps // axis.step) for axis in axes)))
-    return tuple(lags), tuple(bounds)
+    lags = tuple(float(lag_count(problem)) for problem in problems)
+    return lags, tuple(sqrt(problem.rows * overlaps(problem)) for problem in problems)
 
 
 @lru_cache(maxsize=64)
