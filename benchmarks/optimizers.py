@@ -26,6 +26,7 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import gpu_model
 import torch
 from harness import Harness, disturbed, parser_of, run
 from record import COUNT, Row, Rows
@@ -34,8 +35,10 @@ from steps import WrongResultError, expand
 from tables import milliseconds, number, ratio, table, times
 from torch import Tensor
 
+from ocnn_fused.backends.device import SPECS, DeviceSpec
 from ocnn_fused.optim import Muon, orthogonal_update
 from ocnn_fused.optim.coefficients import MUON
+from ocnn_fused.problem import Precision
 from ocnn_fused.spectrum import singular_values
 
 COMMAND = "optimizers"
@@ -319,6 +322,38 @@ def tables(rows: Rows) -> str:
     return "\n\n".join(parts)
 
 
+#: Of the model: how often a step reads or writes every element beside its passes and products (momentum, norms, scales,
+#: decay, the move itself), launches of that, launches of each shape's products, and the share of the rate they reach.
+TRAVERSALS, LAUNCHES, LAUNCHES_PER_SHAPE, EFFICIENCY = 24, 30, 30, 0.4
+
+
+def modelled_seconds(layers: Sequence[Layer], spec: DeviceSpec, precision: Precision, is_flat: bool) -> float:
+    """One optimiser step on a GPU: nothing of it is measured."""
+    numbers = sum(prod(layer.shape) * layer.count for layer in layers)
+    around = TRAVERSALS * 4 * numbers / spec.bandwidth + LAUNCHES * spec.launch
+    if not is_flat:
+        return around + 5 * gpu_model.added_seconds(gpu_model.plans_of(layers, spec, precision), spec, precision)
+    products = 0.0
+    for layer in layers:
+        rows, columns = layer.shape[0] // layer.groups, prod(layer.shape[1:])
+        small, large = min(rows, columns), max(rows, columns)
+        products += 2 * layer.count * layer.groups * (2 * small**2 * large + 17 * small**3)
+    shapes = len({(layer.shape[0] // layer.groups, prod(layer.shape[1:])) for layer in layers})
+    return around + products / (EFFICIENCY * spec.matmul[precision]) + shapes * LAUNCHES_PER_SHAPE * spec.launch
+
+
+def modelled_table() -> str:
+    body = []
+    for name, layers in MODELS.items():
+        cells = {"modelled ms, TF32": name}
+        for device in ("A100", "H100", "RTX 4090"):
+            spec = SPECS[device]
+            for mode, is_flat in (("operator", False), ("flatten", True)):
+                cells[f"{device}, {mode}"] = milliseconds(modelled_seconds(layers, spec, "tf32", is_flat))
+        body.append(cells)
+    return table(body)
+
+
 def where_measured(rows: Rows) -> str:
     timed = list(rows.where(measure=STEP))
     if not timed:
@@ -334,6 +369,7 @@ def with_tables(text: str, rows: Rows) -> str:
         "flatness": flatness_table(rows),
         "steps": f"{where_measured(rows)}\n\n{steps_table(rows)}",
         "target": target_table(rows),
+        "modelled": modelled_table(),
     }
     for which, new in made.items():
         begin, end = f"<!-- {which} table, written by make report -->\n", "\n<!-- end -->"
