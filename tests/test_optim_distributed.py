@@ -60,13 +60,13 @@ def each_rank_computes_its_share(rank: int) -> None:
     """What another rank should have computed is wrong here: only what was sent counts."""
     from ocnn_fused.optim import muon
 
-    counted, original = [], muon.orthogonalize_all_
+    counted, original = [], muon.orthogonalize_all
 
-    def counting(tensors: list[Tensor], *arguments: Any) -> list[float]:
+    def counting(tensors: list[Tensor], *arguments: Any) -> Any:
         counted.append(len(tensors))
         return original(tensors, *arguments)
 
-    muon.orthogonalize_all_ = counting
+    muon.orthogonalize_all = counting
     try:
         trained(DistributedDataParallel(network()), (rank,), shard=True)
         everyone: list[Any] = [None] * WORLD
@@ -74,7 +74,7 @@ def each_rank_computes_its_share(rank: int) -> None:
         assert [sum(ranks) for ranks in zip(*everyone, strict=True)] == [3] * STEPS
         assert 0 < counted[0] < 3
     finally:
-        muon.orthogonalize_all_ = original
+        muon.orthogonalize_all = original
 
 
 def averaged_by_hand(rank: int) -> None:

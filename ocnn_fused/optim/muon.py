@@ -18,7 +18,7 @@ from ..regularizer.settings import Selector
 from ..regularizer.table import aligned
 from .assignment import Assigned, assigned
 from .coefficients import Coefficients, Rational
-from .update import NO_TARGET, How, Mode, Scale, how_of, orthogonalize_all_
+from .update import NO_TARGET, How, Mode, Scale, how_of, orthogonalize_all
 
 Group = dict[str, Any]
 #: Makes the optimiser of all parameters whose updates are not orthogonal, from a list of param groups.
@@ -207,9 +207,9 @@ class Muon(torch.optim.Optimizer):
             )
             directions = self._directions(parameters, group)
             wholes = [_whole(direction, is_new=group["nesterov"]) for direction in directions]
-            factors = self._orthogonalize(wholes, problems, how)
-            updates = wholes
+            updates, factors = self._orthogonalize(wholes, problems, how)
             if modules.is_spread(parameters[0]):
+                wholes = updates
                 updates = directions if group["nesterov"] else [direction.clone() for direction in directions]
                 for update, whole in zip(updates, wholes, strict=True):
                     modules.copy_into_pieces(update, whole)
@@ -226,20 +226,25 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         return list(torch._foreach_lerp(grads, buffers, group["momentum"])) if group["nesterov"] else buffers
 
-    def _orthogonalize(self, tensors: list[Tensor], problems: tuple[Problem, ...], how: How) -> list[float]:
+    def _orthogonalize(
+        self, tensors: list[Tensor], problems: tuple[Problem, ...], how: How
+    ) -> tuple[list[Tensor], list[float]]:
         """Each rank its share, where that pays; the bits are the same on all ranks."""
         group = None
         if not torch.compiler.is_compiling():
             group = sharing_group(nn.Module() if self._model is None else self._model, self._shard)
         shares = None if group is None else self._shares_of(problems, tensors, how, group.size())
         if group is None or shares is None:
-            return orthogonalize_all_(tensors, problems, how)
-        mine = shares[group.rank()]
+            return orthogonalize_all(tensors, problems, how)
+        mine, updates = shares[group.rank()], list(tensors)
         if mine:
             chosen = [tensors[place] for place in mine]
-            torch._foreach_mul_(chosen, orthogonalize_all_(chosen, tuple(problems[place] for place in mine), how))
-        send_shares(group, [[tensors[place] for place in share] for share in shares])
-        return [1.0] * len(tensors)
+            found, factors = orthogonalize_all(chosen, tuple(problems[place] for place in mine), how)
+            torch._foreach_mul_(found, factors)
+            for place, update in zip(mine, found, strict=True):
+                updates[place] = update
+        send_shares(group, [[updates[place] for place in share] for share in shares])
+        return updates, [1.0] * len(tensors)
 
     def _shares_of(
         self, problems: tuple[Problem, ...], tensors: list[Tensor], how: How, world: int

@@ -121,7 +121,8 @@ def orthogonal_update(
     problems = problems_of(tensors, strides, dilations, groups, None, target=NO_TARGET)
     updates = [_copied(tensor) for tensor in tensors]
     if updates:
-        torch._foreach_mul_(updates, orthogonalize_all_(updates, problems, how))
+        updates, factors = orthogonalize_all(updates, problems, how)
+        torch._foreach_mul_(updates, factors)
     return [update.to(tensor.dtype) for update, tensor in zip(updates, tensors, strict=True)]
 
 
@@ -131,29 +132,34 @@ def _copied(tensor: Tensor) -> Tensor:
     return copied.copy_(tensor.detach())
 
 
-def orthogonalize_all_(tensors: Sequence[Tensor], problems: tuple[Problem, ...], how: How) -> list[float]:
-    """Make contiguous tensors on one device orthogonal in place, up to the factors that are returned, one for each."""
-    factors = [1.0] * len(tensors)
+def orthogonalize_all(
+    tensors: Sequence[Tensor], problems: tuple[Problem, ...], how: How
+) -> tuple[list[Tensor], list[float]]:
+    """Orthogonal updates of contiguous tensors on one device, up to factors: one each. The tensors are written to."""
+    found, factors = list(tensors), [1.0] * len(tensors)
     as_operators: dict[torch.dtype, list[int]] = {}
-    as_matrices: list[Tensor] = []
+    as_matrices: dict[int, Tensor] = {}
     for place, (tensor, problem) in enumerate(zip(tensors, problems, strict=True)):
         if how.mode == "per_tap":
             taps = tensor.view(problem.groups, problem.rows, problem.channels, -1)
-            as_matrices.append(taps.permute(0, 3, 1, 2))
+            as_matrices[place] = taps.permute(0, 3, 1, 2)
         elif how.mode == "flatten" or lag_count(problem) == 1:
-            as_matrices.append(tensor.view(problem.groups, problem.rows, -1))
+            as_matrices[place] = tensor.view(problem.groups, problem.rows, -1)
         else:
             as_operators.setdefault(tensor.dtype, []).append(place)
-    matrices_(as_matrices, how.steps, tight=how.mode == "operator")
+    results = matrices(list(as_matrices.values()), how.steps, tight=how.mode == "operator")
+    for place, result in zip(as_matrices, results, strict=True):
+        taps_last = result.permute(0, 2, 3, 1) if how.mode == "per_tap" else result
+        found[place] = taps_last.reshape(tensors[place].shape)
     for places in as_operators.values():
         assert not isinstance(how.steps, Rational)  # how_of refuses it
         some, of_some = [tensors[place] for place in places], tuple(problems[place] for place in places)
         left = operators_(some, of_some, how.options, how.steps)
         for place in places:
             factors[place] = left
-    for place, (tensor, problem) in enumerate(zip(tensors, problems, strict=True)):
-        factors[place] *= _scale(tensor, problem, how, factors[place])
-    return factors
+    for place, problem in enumerate(problems):
+        factors[place] *= _scale(found[place], problem, how, factors[place])
+    return found, factors
 
 
 def _scale(tensor: Tensor, problem: Problem, how: How, factor: float) -> float:
@@ -263,40 +269,40 @@ _BATCHED = 1 << 18
 #: second one where the products are long. On smaller ones the panels cost more than they save.
 _PANELS_FROM, _LONG_PANELS_FROM, _PANELS = 768, 256, 4
 
-#: Norms that are smaller count as this.
-_TINY = 1e-30
+#: Squares of norms that are smaller count as this.
+_TINY = 1e-37
 
 
-def matrices_(tensors: Sequence[Tensor], steps: Sequence[Step] | Rational, tight: bool = False) -> None:
-    """Move the singular values of matrices (..., m, n) towards 1, in place.
+def matrices(tensors: Sequence[Tensor], steps: Sequence[Step] | Rational, tight: bool = False) -> list[Tensor]:
+    """Matrices (..., m, n) with singular values near 1.
 
     Each is first divided by its norm; ``tight`` by the root of its Gram matrix's, which is nearer to the largest value.
     """
-    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+    kinds: dict[tuple[tuple[int, ...], torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         alone = (place,) if prod(tensor.shape[-2:]) >= _BATCHED else ()
-        kinds.setdefault((tuple(tensor.shape[-2:]) + alone, tensor.dtype), []).append(tensor)
-    for (shape, _), members in kinds.items():
-        stacked = [member.reshape(-1, *shape[:2]) for member in members]
-        batch = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
-        found = _orthogonal(batch, steps, tight)
-        for member, part in zip(members, found.split([len(one) for one in stacked]), strict=True):
-            member.copy_(part.view(member.shape))
+        kinds.setdefault((tuple(tensor.shape[-2:]) + alone, tensor.dtype), []).append(place)
+    results = list(tensors)
+    for (shape, _), places in kinds.items():
+        stacked = [tensors[place].reshape(-1, *shape[:2]) for place in places]
+        found = _orthogonal(stacked[0] if len(stacked) == 1 else torch.cat(stacked), steps, tight)
+        for place, part in zip(places, found.split([len(one) for one in stacked]), strict=True):
+            results[place] = part.view(tensors[place].shape)
+    return results
 
 
 def _orthogonal(batch: Tensor, steps: Sequence[Step] | Rational, tight: bool) -> Tensor:
-    """Matrices (B, m, n) with singular values near 1; those given are scaled."""
-    batch.div_(torch.linalg.vector_norm(batch, dim=(1, 2), keepdim=True).clamp_(min=_TINY))
+    """Of a batch (B, m, n): the factor of the smaller side times the matrices themselves, which are read but twice."""
     is_tall = batch.shape[1] > batch.shape[2]
     gram = _symmetric(batch.mT, batch) if is_tall else _symmetric(batch, batch.mT)
-    root: Tensor | None = None
+    squares = gram.diagonal(dim1=1, dim2=2).sum(1)[:, None, None].clamp_(min=_TINY)
+    gram.div_(squares)
     if tight:
         fourth = torch.linalg.vector_norm(gram, dim=(1, 2), keepdim=True).clamp_(min=_TINY)
         gram.div_(fourth)
-        root = fourth.sqrt_()
+        squares.mul_(fourth)
     factor = _rational_of_gram(gram, steps) if isinstance(steps, Rational) else _polynomial_of_gram(gram, steps)
-    if root is not None:
-        factor.div_(root)
+    factor.mul_(squares.rsqrt_())
     return torch.bmm(batch, factor) if is_tall else torch.bmm(factor, batch)
 
 
