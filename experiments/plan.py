@@ -17,12 +17,15 @@ from .gan import GAN, Gan
 from .inpainting import CHOOSING, GREY, INPAINTING, SAMPLE, TEXT, Inpainting
 from .lengths import CELLS, SEEDS, TASK_CLIPPED, TOLERANCE, Cell, runs_of
 from .methods import COMPARED, METHODS, STEERED, Method
+from .optimizers import OPTIMIZED, OPTIMIZERS, Optimized, Optimizer
 from .retrieval import NEIGHBOURS, PROXIES, Neighbours, Proxies
 from .runner import Context, Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.config.experiment: experiment
-    for experiment in (CLASSIFICATION, NEIGHBOURS, PROXIES, INPAINTING, GAN, ATTACK, FILTERS, COST, TASK_CLIPPED)
+    for experiment in (
+        CLASSIFICATION, NEIGHBOURS, PROXIES, INPAINTING, GAN, ATTACK, FILTERS, COST, TASK_CLIPPED, OPTIMIZED,
+    )  # fmt: skip
 }
 
 FRACTIONS = (0.1, 0.2, 0.4)
@@ -87,6 +90,15 @@ GRIDS: dict[str, Grid] = {
 }  # fmt: skip
 
 
+#: Rates and decays of each optimiser's trials.
+OPTIMIZER_GRIDS: dict[Optimizer, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "sgd": ((0.05, 0.1, 0.2, 0.4), (5e-4, 3e-3, 1e-2)),
+    "adamw": ((1e-3, 2e-3, 4e-3, 8e-3), (0.01, 0.1, 0.5)),
+    "flatten": ((0.01, 0.02, 0.05, 0.1), (0.003, 0.03, 0.3)),
+    "operator": ((0.01, 0.02, 0.05, 0.1), (0.003, 0.03, 0.3)),
+}
+
+
 class NotChosen(Exception):
     """Trials are missing."""
 
@@ -114,6 +126,13 @@ WIDE = Classification(network="wideresnet", width=16)
 FOLDERS = Classification(dataset="folders", network="resnet18-stem", width=16, size=64, steps=LONG)
 FEW = {fraction: Classification(fraction=fraction) for fraction in FRACTIONS}
 SWEPT = FEW[0.2]
+OPTIMIZER_TRIAL = Optimized(steps=600)
+OPTIMIZER_FINALISTS = 4  # settings that are tried with a second seed
+OPTIMIZER_ROWS = {
+    "ResNet-18, width 8": Optimized(steps=LONG),
+    "ResNet-18, width 16": Optimized(steps=LONG, width=16),
+    "ResNet-18, width 8, five times as long": Optimized(steps=LONGER),
+}
 
 
 @dataclass(frozen=True)
@@ -192,9 +211,10 @@ class Plan:
         return [self.sized(one) for one in (base, *swept)]
 
     def all_stages(self) -> Iterator[Stage]:
-        """Lambda at each length, and then the rows."""
+        """Lambda at each length, the rows, and then the optimisers."""
         yield from self.length_stages()
         yield from self.stages()
+        yield from self.optimizer_stages()
 
     @property
     def cells(self) -> list[Cell]:
@@ -210,6 +230,60 @@ class Plan:
             yield Stage(f"{title}, steered", lambda row=row: [  # type: ignore[misc]
                 self.run_of(row, method, seed) for seed in seeds for method in (*STEERED, *COMPARED)
             ])  # fmt: skip
+
+    # -- optimisers ----------------------------------------------------------------------------------------------------
+
+    def optimizer_trials(self, optimizer: Optimizer) -> list[Optimized]:
+        """One for every pair of rate and decay, with the first of the choosing seeds."""
+        rates, decays = OPTIMIZER_GRIDS[optimizer]
+        trial = replace(OPTIMIZER_TRIAL, optimizer=optimizer, choosing=True, seed=CHOOSING_SEEDS[0])
+        settings = [replace(trial, rate=rate, decay=decay) for rate in rates for decay in decays]
+        return [self.sized(one) for one in settings[: 2 if self.smoke else None]]
+
+    def second_optimizer_trials(self, optimizer: Optimizer) -> list[Optimized]:
+        """The best of these once more, with the other seed."""
+        first = self.optimizer_trials(optimizer)
+        best = sorted(first, key=self._trial_score, reverse=True)[:OPTIMIZER_FINALISTS]
+        return [replace(trial, seed=CHOOSING_SEEDS[1]) for trial in best]
+
+    def _trial_score(self, trial: Optimized) -> float:
+        lines = self.context.lines("optimizers")
+        if trial.key not in lines:
+            raise NotChosen(f"{trial.optimizer}: {trial.command} was not run")
+        return float(lines[trial.key].result["accuracy"])
+
+    def optimizer_scores(self, optimizer: Optimizer) -> dict[tuple[float, float], float]:
+        """Mean score over both seeds, of the pairs of rate and decay that have both; NotChosen if one is missing."""
+        return {
+            (trial.rate, trial.decay): mean(self._trial_score(replace(trial, seed=seed)) for seed in CHOOSING_SEEDS)
+            for trial in self.second_optimizer_trials(optimizer)
+        }
+
+    def optimizer_run(self, config: Optimized, optimizer: Optimizer, seed: int) -> Optimized:
+        """A row's run with the rate and decay of the best trials."""
+        scores = self.optimizer_scores(optimizer)
+        rate, decay = max(scores, key=lambda setting: scores[setting])
+        return self.sized(replace(config, optimizer=optimizer, rate=rate, decay=decay, seed=seed))
+
+    def optimizer_stages(self) -> Iterator[Stage]:
+        """Choosing for all optimisers, then the rows, one seed of all of them after the other."""
+
+        def choosing(trials: Callable[[Optimizer], list[Optimized]]) -> Stage:
+            return Stage("choosing, optimisers", lambda: [one for optimizer in OPTIMIZERS for one in trials(optimizer)])
+
+        def runs(title: str, seeds: Sequence[int]) -> Stage:
+            return Stage(title, lambda: [
+                self.optimizer_run(OPTIMIZER_ROWS[title], optimizer, seed) for seed in seeds for optimizer in OPTIMIZERS
+            ])  # fmt: skip
+
+        yield choosing(self.optimizer_trials)
+        yield choosing(self.second_optimizer_trials)
+        short, wide, long = OPTIMIZER_ROWS
+        seeds = SEEDS[:1] if self.smoke else SEEDS
+        yield runs(short, seeds)
+        yield runs(wide, seeds)
+        for seed in seeds:
+            yield runs(long, (seed,))
 
     def stages(self) -> Iterator[Stage]:
         """All rows once with the four methods, most of them before what needs several seeds; then the rest."""

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from experiments import plan, tiny
+from experiments import optimizer_table, plan, tiny
 from experiments.__main__ import main
 from experiments.attack import Attack
 from experiments.classification import Classification
-from experiments.config import Config, configured
+from experiments.config import Config, Line, configured
 from experiments.filters import Filters
 from experiments.gan import Gan
 from experiments.inpainting import Inpainting
@@ -30,7 +30,18 @@ from experiments.lengths import CELLS, SEEDS, TaskClipped, runs_of
 from experiments.lengths_table import Found, against_best, against_plain, lengths
 from experiments.methods import METHODS, Method, Regularization
 from experiments.networks import backbone
-from experiments.plan import CHOOSING_SEEDS, COMPARED, EXPERIMENTS, GRIDS, Plan, small
+from experiments.optimizers import OPTIMIZERS, Optimized
+from experiments.plan import (
+    CHOOSING_SEEDS,
+    COMPARED,
+    EXPERIMENTS,
+    GRIDS,
+    OPTIMIZER_FINALISTS,
+    OPTIMIZER_GRIDS,
+    OPTIMIZER_ROWS,
+    Plan,
+    small,
+)
 from experiments.retrieval import Neighbours, Proxies
 from experiments.runner import RESULTS, Context, Stopped, run
 from experiments.table import Difference, Section, percent, results
@@ -192,10 +203,13 @@ RESUMED: list[Config] = [
     Neighbours(method="ocnn", weight=0.1),
     Attack(images=8),
     Filters(),
+    *(Optimized(optimizer=optimizer, rate=0.01) for optimizer in OPTIMIZERS),
 ]
 
 
-@pytest.mark.parametrize("config", RESUMED, ids=lambda config: f"{config.experiment}-{config.method}")
+@pytest.mark.parametrize(
+    "config", RESUMED, ids=lambda config: f"{config.experiment}-{getattr(config, 'optimizer', config.method)}"
+)
 def test_interrupted_runs_give_the_same_bits(config: Config, data: Path, tmp_path: Path) -> None:
     config = small(config)
     if hasattr(config, "steps"):
@@ -409,6 +423,60 @@ def test_choice_takes_the_best_trial(tmp_path: Path, data: Path) -> None:
     assert chosen(0.2, 0.1, 0.2, 0.4) == 1  # the mean over the seeds decides
     assert chosen(0.2, 0.1, 0.2, 0.2) == 0
     assert chosen(0.2, 0.9, 0.2, float("nan")) == 0  # a training that exploded never wins
+
+
+def made_up(config: Optimized, accuracy: float) -> Line:
+    result = {"accuracy": accuracy, "curve": [{"step": 600, "accuracy": accuracy / 2}]}
+    timing = {"training_seconds": 60.0, "curve_seconds": [30.0], "processor_seconds": 61.0}
+    return Line("optimizers", config.key, asdict(config), result, timing, "torch", config.command)
+
+
+def test_optimizers_are_chosen_by_two_seeds_of_the_best(tmp_path: Path) -> None:
+    place = Context(Path(), Path(), tmp_path)
+    runs = Plan(place)
+    assert len({len(runs.optimizer_trials(optimizer)) for optimizer in OPTIMIZERS}) == 1
+    with pytest.raises(plan.NotChosen, match=r"sgd: python -m experiments run optimizers rate=0\.05 seed=100"):
+        runs.second_optimizer_trials("sgd")
+    for number, trial in enumerate(runs.optimizer_trials("sgd")):
+        place.append(made_up(trial, 0.1 + 0.01 * number))
+    second = runs.second_optimizer_trials("sgd")
+    assert len(second) == OPTIMIZER_FINALISTS
+    assert [(trial.rate, trial.decay) for trial in second] == [(0.4, 1e-2), (0.4, 3e-3), (0.4, 5e-4), (0.2, 1e-2)]
+    assert all(trial.choosing and trial.seed == CHOOSING_SEEDS[1] for trial in second)
+    for trial, accuracy in zip(second, (0.1, 0.1, 0.3, 0.1), strict=True):
+        place.append(made_up(trial, accuracy))
+    config = next(iter(OPTIMIZER_ROWS.values()))
+    chosen = runs.optimizer_run(config, "sgd", 2)
+    assert (chosen.rate, chosen.decay, chosen.seed, chosen.choosing) == (0.4, 5e-4, 2, False)
+    assert set(OPTIMIZER_GRIDS) == set(OPTIMIZERS)
+
+
+def test_the_optimizers_part_of_the_page(tmp_path: Path) -> None:
+    place = Context(Path(), Path(), tmp_path / "results")
+    runs, page = Plan(place), tmp_path / optimizer_table.PAGE
+    page.write_text(f"before\n\n{optimizer_table.BEGIN}{optimizer_table.END}\n\nafter\n")
+    optimizer_table.write(runs, tmp_path)
+    empty = page.read_text()
+    assert empty.count("Not run yet.") == len(OPTIMIZERS) + len(OPTIMIZER_ROWS)
+    for optimizer, best in zip(OPTIMIZERS, (0.2, 0.3, 0.4, 0.5), strict=True):
+        for trial in runs.optimizer_trials(optimizer):
+            place.append(made_up(trial, 0.1))
+        for trial in runs.second_optimizer_trials(optimizer):
+            place.append(made_up(trial, 0.1))
+        for seed in SEEDS:
+            config = runs.optimizer_run(next(iter(OPTIMIZER_ROWS.values())), optimizer, seed)
+            place.append(made_up(config, best + 0.01 * seed))
+    optimizer_table.write(runs, tmp_path)
+    text = page.read_text()
+    assert "| operator | 51.00 (3) | +30.00 ± 0.00 (3) | +10.00 ± 0.00 (3) | 50.0 | +0% |" in text
+    assert "| adamw | 15.5 (30 s) |" in text
+    assert text.startswith("before")
+    assert text.endswith("after\n")
+    optimizer_table.write(runs, tmp_path)
+    assert page.read_text() == text
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match=r"must have the line <!-- training"):
+        optimizer_table.write(runs, tmp_path)
 
 
 def test_differences_are_paired() -> None:

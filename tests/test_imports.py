@@ -28,7 +28,7 @@ ROOMS = [
     ("functional",),
     ("projection", "spectrum"),
     ("regularizer",),
-    ("integrations", "info", "init"),
+    ("integrations", "info", "init", "optim"),
     ("check", "plot", "report"),
     ("__main__",),
     ("",),  # the package's __init__

@@ -19,6 +19,7 @@ from ocnn_fused import OrthRegularizer, engine, fused_orth_loss, fused_orth_loss
 from ocnn_fused.backends import device as devices
 from ocnn_fused.backends import job
 from ocnn_fused.backends.pytorch import _Executor
+from ocnn_fused.optim import Muon
 
 _aten = torch.ops.aten
 
@@ -53,6 +54,20 @@ def test_plans_in_pytorch_do_not_wait(case: Case, name: str, with_grad: bool) ->
     weight = case.random()
     with torch.no_grad(), NoSynchronisation():
         execute(weight, with_grad)
+
+
+@pytest.mark.parametrize("mode", ["operator", "flatten", "per_tap"])
+def test_orthogonal_updates_do_not_wait(mode: str) -> None:
+    """Nor does a whole step of the optimiser, whose auxiliary part is torch's own."""
+    cases = [Case((6, 4, 3, 3)), Case((8, 1, 3, 3), groups=8), Case((8, 16))]
+    weights = [case.random().requires_grad_() for case in cases]
+    groups = [{"params": [weight], "groups": case.groups} for weight, case in zip(weights, cases, strict=True)]
+    optimizer = Muon(groups, mode=mode, backend="torch", weight_decay=0.1)  # type: ignore[arg-type]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with NoSynchronisation():
+        optimizer.step()
 
 
 def test_waiting_is_seen() -> None:

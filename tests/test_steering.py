@@ -342,7 +342,7 @@ def test_steering_does_not_move_in_memory() -> None:
     reg.load_state_dict(reg.state_dict())
     assert [lambdas.values.data_ptr(), lambdas.excess.data_ptr()] == places
     assert [*reg._look()[0].lambdas.values()] == [lambdas]
-    coefficients = reg._look()[0].bundles((0, 1, 2, 3))[0].coefficients
+    coefficients = reg._look()[0].bundles((0, 1, 2, 3))[0].weighting
     before = coefficients.factors.clone()
     train(model, reg, 3)
     assert torch.equal(coefficients.factors, before)

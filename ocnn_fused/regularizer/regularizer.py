@@ -270,7 +270,7 @@ class OrthRegularizer:
         if not squared:  # d||R|| = d||R||^2 / (2 ||R||), which is known only when all of R is
             for target, grad, loss in zip(targets, grads, losses, strict=True):
                 target.add_(grad * torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
-        self._note(found, bundle, torch.stack(losses), parameters)
+        self._note(found, bundle, losses, parameters)
 
     def _add_through_graph(
         self,
