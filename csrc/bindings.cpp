@@ -46,10 +46,13 @@ Bucket make_bucket(decltype(Bucket::plan) plan, Address tables, Address constant
   const int64_t groups = std::visit([](const auto& any) { return any.groups; }, plan);
   require(groups > 0 && sizes[0] % groups == 0,
           "groups must divide weight.size(0) = " + std::to_string(sizes[0]) + ", got " + std::to_string(groups));
-  return {std::move(plan),         reinterpret_cast<const int64_t*>(tables),
+  return {std::move(plan),
+          reinterpret_cast<const int64_t*>(tables),
           reinterpret_cast<const void*>(constants),
-          type_of(dtype),          {sizes, std::move(strides)},
-          {sizes, std::move(grad_strides)}, std::move(places)};
+          type_of(dtype),
+          {sizes, std::move(strides)},
+          {sizes, std::move(grad_strides)},
+          std::move(places)};
 }
 
 Call make_call(const Bucket& bucket, const std::vector<Address>& weights, const std::vector<Address>& grads, bool adds,
@@ -69,8 +72,8 @@ Call make_call(const Bucket& bucket, const std::vector<Address>& weights, const 
 int64_t run(const Bucket& bucket, const std::vector<Address>& weights, const std::vector<Address>& grads, bool adds,
             Address losses, bool wide, Address factors, double factor, bool per_target, Address workspace,
             int64_t workspace_bytes) {
-  const Call call = make_call(bucket, weights, grads, adds, losses, wide, factors, factor, per_target, workspace,
-                              workspace_bytes);
+  const Call call =
+      make_call(bucket, weights, grads, adds, losses, wide, factors, factor, per_target, workspace, workspace_bytes);
   try {
     const py::gil_scoped_release others_may_run;
     cpu::execute(call);
@@ -88,7 +91,7 @@ void check_signals() {
 template <typename Struct, typename Value>
 struct Field {
   const char* name;
-  Value Struct::*member;
+  Value Struct::* member;
 };
 
 // A struct that Python makes by naming all of its fields.
@@ -125,16 +128,13 @@ PYBIND11_MODULE(_C, m) {
   bind_struct<PlanRun>(m, "PlanRun", Field{"pool", &PlanRun::pool}, Field{"left", &PlanRun::left},
                        Field{"right", &PlanRun::right}, Field{"out", &PlanRun::out}, Field{"count", &PlanRun::count},
                        Field{"summed", &PlanRun::summed});
-  bind_struct<BilinearPlan>(m, "BilinearPlan", Field{"groups", &BilinearPlan::groups},
-                            Field{"column", &BilinearPlan::column}, Field{"flat", &BilinearPlan::flat},
-                            Field{"outputs", &BilinearPlan::outputs}, Field{"lags", &BilinearPlan::lags},
-                            Field{"offset", &BilinearPlan::offset}, Field{"target", &BilinearPlan::target},
-                            Field{"symmetric", &BilinearPlan::symmetric},
-                            Field{"antisymmetric", &BilinearPlan::antisymmetric},
-                            Field{"symmetric_t", &BilinearPlan::symmetric_t},
-                            Field{"antisymmetric_t", &BilinearPlan::antisymmetric_t},
-                            Field{"pools", &BilinearPlan::pools}, Field{"blocks", &BilinearPlan::blocks},
-                            Field{"runs", &BilinearPlan::runs});
+  bind_struct<BilinearPlan>(
+      m, "BilinearPlan", Field{"groups", &BilinearPlan::groups}, Field{"column", &BilinearPlan::column},
+      Field{"flat", &BilinearPlan::flat}, Field{"outputs", &BilinearPlan::outputs}, Field{"lags", &BilinearPlan::lags},
+      Field{"offset", &BilinearPlan::offset}, Field{"target", &BilinearPlan::target},
+      Field{"symmetric", &BilinearPlan::symmetric}, Field{"antisymmetric", &BilinearPlan::antisymmetric},
+      Field{"symmetric_t", &BilinearPlan::symmetric_t}, Field{"antisymmetric_t", &BilinearPlan::antisymmetric_t},
+      Field{"pools", &BilinearPlan::pools}, Field{"blocks", &BilinearPlan::blocks}, Field{"runs", &BilinearPlan::runs});
   bind_struct<SmallPlan>(m, "SmallPlan", Field{"groups", &SmallPlan::groups}, Field{"taps", &SmallPlan::taps},
                          Field{"lags", &SmallPlan::lags}, Field{"pairs", &SmallPlan::pairs},
                          Field{"target", &SmallPlan::target}, Field{"left", &SmallPlan::left},
@@ -143,12 +143,11 @@ PYBIND11_MODULE(_C, m) {
   bind_struct<FourierPlanAxis>(m, "FourierPlanAxis", Field{"axis", &FourierPlanAxis::axis},
                                Field{"taps", &FourierPlanAxis::taps}, Field{"step", &FourierPlanAxis::step},
                                Field{"cosine", &FourierPlanAxis::cosine}, Field{"sine", &FourierPlanAxis::sine});
-  bind_struct<FourierPlan>(m, "FourierPlan", Field{"groups", &FourierPlan::groups},
-                           Field{"column", &FourierPlan::column}, Field{"offset", &FourierPlan::offset},
-                           Field{"target", &FourierPlan::target}, Field{"axes", &FourierPlan::axes},
-                           Field{"cosine", &FourierPlan::cosine}, Field{"sine", &FourierPlan::sine},
-                           Field{"cosine_back", &FourierPlan::cosine_back},
-                           Field{"sine_back", &FourierPlan::sine_back});
+  bind_struct<FourierPlan>(
+      m, "FourierPlan", Field{"groups", &FourierPlan::groups}, Field{"column", &FourierPlan::column},
+      Field{"offset", &FourierPlan::offset}, Field{"target", &FourierPlan::target}, Field{"axes", &FourierPlan::axes},
+      Field{"cosine", &FourierPlan::cosine}, Field{"sine", &FourierPlan::sine},
+      Field{"cosine_back", &FourierPlan::cosine_back}, Field{"sine_back", &FourierPlan::sine_back});
 
   py::class_<Bucket>(m, "Bucket")
       .def(py::init(&make_bucket), kw_only(), arg("plan"), arg("tables"), arg("constants"), arg("dtype"), arg("sizes"),

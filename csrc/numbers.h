@@ -38,7 +38,8 @@ struct Half {
   OCNN_FUSED_ANYWHERE explicit operator float() const {
     const uint32_t magnitude = bits & 0x7fff;
     const uint32_t normal = (magnitude << 13) + (magnitude < 0x7c00 ? 112u << 23 : 224u << 23);
-    const uint32_t subnormal = __builtin_bit_cast(uint32_t, static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
+    const uint32_t subnormal =
+        __builtin_bit_cast(uint32_t, static_cast<float>(static_cast<int32_t>(magnitude)) * 0x1p-24f);
     const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
     return __builtin_bit_cast(float, sign | (magnitude < 0x400 ? subnormal : normal));
   }

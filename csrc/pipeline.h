@@ -164,9 +164,7 @@ class Pipeline {
     device_.evaluate(planes_, window_);
   }
 
-  void mix() {
-    device_.mix(Outputs<T>{outputs_, groups_now_, side_, group_}, with_grad());
-  }
+  void mix() { device_.mix(Outputs<T>{outputs_, groups_now_, side_, group_}, with_grad()); }
 
   void gather() {
     if (flat_) return;

@@ -22,7 +22,9 @@ class Device {
   static constexpr int64_t kCopiedBytes = 0;  // another product costs less than a copy
 
   Device(const BilinearPlan& plan, const Call& call)
-      : plan_(plan), operands_(call, plan.target, plan.groups), blocks_(blocks_of<T>(plan, call.bucket)),
+      : plan_(plan),
+        operands_(call, plan.target, plan.groups),
+        blocks_(blocks_of<T>(plan, call.bucket)),
         losses_(operands_.count, 0.0) {}
 
   void zero(T* data, int64_t elements) { std::fill_n(data, elements, T(0)); }
@@ -44,9 +46,8 @@ class Device {
     const double work = static_cast<double>(out.rows) * static_cast<double>(left.columns) *
                         static_cast<double>(out.columns) / static_cast<double>(strips);
     const int64_t elementwise = static_cast<int64_t>(work * (kElementwiseRate / kProductRate));
-    share_items(out.batch * strips, elementwise, [&](int64_t begin, int64_t end) {
-      stages<S, T>().multiply(out, left, right, add, begin, end);
-    });
+    share_items(out.batch * strips, elementwise,
+                [&](int64_t begin, int64_t end) { stages<S, T>().multiply(out, left, right, add, begin, end); });
   }
 
   void mix(const Outputs<T>& x, bool with_grad) {

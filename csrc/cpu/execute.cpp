@@ -52,14 +52,14 @@ Phase gram_phase(const PanelJob<S, T>& job, int64_t least) {
 template <typename S, typename T>
 void add_phases(std::vector<Phase>& phases, const PanelJob<S, T>& job, int64_t least, int64_t finer, double* losses) {
   const PanelStages<S, T>& stages = panel_stages<S, T>();
-  phases.push_back(even_phase(job.problems * job.panels, least,
-                              [&](int64_t begin, int64_t end) { stages.load(job, begin, end); }));
+  phases.push_back(
+      even_phase(job.problems * job.panels, least, [&](int64_t begin, int64_t end) { stages.load(job, begin, end); }));
   phases.push_back(gram_phase(job, least));
   phases.push_back(even_phase(job.problems * job.panels * (job.panels + 1) / 2, finer,
                               [&, losses](int64_t begin, int64_t end) { stages.mix(job, begin, end, losses); }));
   if (!job.with_grad()) return;
-  phases.push_back(even_phase(job.problems * job.length, finer,
-                              [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); }));
+  phases.push_back(
+      even_phase(job.problems * job.length, finer, [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); }));
 }
 
 template <typename S, typename T>
@@ -74,8 +74,8 @@ void add_phases(std::vector<Phase>& phases, const FlatJob<S, T>& job, int64_t le
   phases.push_back(even_phase(job.problems * job.panels * (job.panels + 1) / 2, finer,
                               [&, losses](int64_t begin, int64_t end) { stages.mix(job, begin, end, losses); }));
   if (!job.with_grad()) return;
-  phases.push_back(even_phase(job.problems * job.length, finer,
-                              [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); }));
+  phases.push_back(
+      even_phase(job.problems * job.length, finer, [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); }));
 }
 
 // All stages of the problems of a call on panels. Job: PanelJob or FlatJob.

@@ -1,8 +1,7 @@
 // The stages of Fourier plans, see FourierStages; compiled once per instruction set, see target.h.
-#include "fourier.h"
-
 #include <algorithm>
 
+#include "fourier.h"
 #include "fourier_products.h"
 #include "fourier_transforms.h"
 

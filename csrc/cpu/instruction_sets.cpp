@@ -10,15 +10,15 @@
 
 namespace ocnn_fused::cpu {
 
-#define OCNN_FUSED_DECLARE(target)            \
-  namespace target {                          \
-  template <typename S, typename T>           \
-  const Stages<S, T>& stages();               \
-  template <typename S, typename T>           \
-  const PanelStages<S, T>& panel_stages();    \
-  template <typename S, typename T>           \
-  const FlatStages<S, T>& flat_stages();      \
-  template <typename S, typename T>           \
+#define OCNN_FUSED_DECLARE(target)             \
+  namespace target {                           \
+  template <typename S, typename T>            \
+  const Stages<S, T>& stages();                \
+  template <typename S, typename T>            \
+  const PanelStages<S, T>& panel_stages();     \
+  template <typename S, typename T>            \
+  const FlatStages<S, T>& flat_stages();       \
+  template <typename S, typename T>            \
   const FourierStages<S, T>& fourier_stages(); \
   }
 OCNN_FUSED_DECLARE(baseline)
@@ -47,10 +47,8 @@ void choose_instruction_set(const std::string& capability) {
 }
 
 #if defined(__x86_64__)
-#define OCNN_FUSED_CHOOSE(table)                 \
-  (vector_bytes == 64   ? avx512::table<S, T>()  \
-   : vector_bytes == 32 ? avx2::table<S, T>()    \
-                        : baseline::table<S, T>())
+#define OCNN_FUSED_CHOOSE(table) \
+  (vector_bytes == 64 ? avx512::table<S, T>() : vector_bytes == 32 ? avx2::table<S, T>() : baseline::table<S, T>())
 #else
 #define OCNN_FUSED_CHOOSE(table) baseline::table<S, T>()
 #endif

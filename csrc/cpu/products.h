@@ -101,8 +101,8 @@ inline void multiply_panels(const T* left, int64_t left_panel, int64_t rows, int
                             int64_t right_panel, int64_t panels, T* out, int64_t out_panel, bool add, const T* next) {
   // Four panels are better two and two than three and one.
   for (; panels >= kPanels && (kPanels < 3 || panels != 4); panels -= kPanels) {
-    multiply_rows<kLeft, kPanels, kPatchRows<T>>(left, left_panel, 0, rows, depth, right, right_panel, out, out_panel, add,
-                                  panels > kPanels ? right + kPanels * right_panel : next);
+    multiply_rows<kLeft, kPanels, kPatchRows<T>>(left, left_panel, 0, rows, depth, right, right_panel, out, out_panel,
+                                                 add, panels > kPanels ? right + kPanels * right_panel : next);
     right += kPanels * right_panel;
     out += kPanels * out_panel;
   }

@@ -111,8 +111,8 @@ class Sharing {
     for (size_t p = 0; p < phases.size(); ++p) progress_.emplace_back(threads);
   }
 
-  // Thread 0, the caller, takes part until all pieces are done and every thread is there. A thread may stand for several,
-  // if fewer come than were announced.
+  // Thread 0, the caller, takes part until all pieces are done and every thread is there. A thread may stand for
+  // several, if fewer come than were announced.
   void call(int64_t stands_for) {
     arrived_.fetch_add(stands_for, std::memory_order_relaxed);
     SpinWait spin;

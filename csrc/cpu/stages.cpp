@@ -15,8 +15,8 @@ namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 
 template <typename S, typename T>
 const Stages<S, T>& stages() {
-  static constexpr Stages<S, T> table{
-      Vector<T>::width, evaluate<S, T>, gather<S, T>, mix_tiles<T>, mix_row<T>, multiply_strips<T>, small<S, T>};
+  static constexpr Stages<S, T> table{Vector<T>::width, evaluate<S, T>,     gather<S, T>, mix_tiles<T>,
+                                      mix_row<T>,       multiply_strips<T>, small<S, T>};
   return table;
 }
 
@@ -34,8 +34,8 @@ const FlatStages<S, T>& flat_stages() {
   return table;
 }
 
-#define OCNN_FUSED_INSTANTIATE(S, T)            \
-  template const Stages<S, T>& stages();        \
+#define OCNN_FUSED_INSTANTIATE(S, T)                \
+  template const Stages<S, T>& stages();            \
   template const PanelStages<S, T>& panel_stages(); \
   template const FlatStages<S, T>& flat_stages();
 OCNN_FUSED_INSTANTIATE(double, double)

@@ -22,14 +22,6 @@ struct Strided {
   T* at(int64_t row, int64_t column) const { return data + row * row_stride + column * column_stride; }
 };
 
-// A vector of which the first `lanes` are there.
-template <typename T>
-inline typename Vector<T>::type load_some(const T* from, int64_t lanes) {
-  typename Vector<T>::type value{};
-  for (int64_t l = 0; l < lanes; ++l) value[l] = from[l];
-  return value;
-}
-
 // Sums over k of left(i, k) right(k, j) on a block where both operands have neighbouring k side by side: lanes are k.
 template <int64_t kRows, int64_t kColumns, typename T>
 void dot_block(const Strided<T>& left, const Strided<T>& right, const Strided<T>& out, int64_t i, int64_t j, bool add) {
@@ -50,7 +42,8 @@ void dot_block(const Strided<T>& left, const Strided<T>& right, const Strided<T>
   };
   int64_t k = 0;
   for (; k + width <= left.columns; k += width) add_products([&](const T* from) { return load(from + k); });
-  if (k < left.columns) add_products([&](const T* from) { return load_some(from + k, left.columns - k); });
+  const Lanes<T> rest(left.columns - k);
+  if (k < left.columns) add_products([&](const T* from) { return rest.load(from + k); });
   OCNN_FUSED_UNROLL
   for (int64_t p = 0; p < kRows; ++p) {
     OCNN_FUSED_UNROLL
@@ -79,27 +72,30 @@ void multiply_by_dots(const Strided<T>& left, const Strided<T>& right, const Str
   for (int64_t i = 0; i < out.rows; i += kDotBlock) {
     for (int64_t j = 0; j < out.columns; j += kDotBlock) {
       with_count<kDotBlock>(out.rows - i, [&]<int64_t kRows>() {
-        with_count<kDotBlock>(out.columns - j, [&]<int64_t kColumns>() {
-          dot_block<kRows, kColumns>(left, right, out, i, j, add);
-        });
+        with_count<kDotBlock>(out.columns - j,
+                              [&]<int64_t kColumns>() { dot_block<kRows, kColumns>(left, right, out, i, j, add); });
       });
     }
   }
 }
 
-// kRows rows of the product with kVectors vectors of columns, the last of which has `lanes` of them. Rows of the right
-// operand are `right_stride` apart, and whole vectors.
+// kRows rows of the product with kVectors vectors of columns, of the last of which only `last` are there: of a right
+// operand that is not packed, too.
 template <int64_t kRows, int64_t kVectors, typename T>
 __attribute__((noinline)) void strided_patch(const T* left, int64_t left_row, int64_t left_step, int64_t depth,
                                              const T* right, int64_t right_stride, T* out, int64_t out_stride,
-                                             int64_t lanes, bool add) {
+                                             const Lanes<T>& last, bool add) {
   using V = typename Vector<T>::type;
   constexpr int64_t width = Vector<T>::width;
+  const Lanes<T> some = last;  // in a register
   V sum[kRows][kVectors] = {};
   for (int64_t k = 0; k < depth; ++k, left += left_step, right += right_stride) {
     V row[kVectors];
     OCNN_FUSED_UNROLL
-    for (int64_t v = 0; v < kVectors; ++v) row[v] = load(right + v * width);
+    for (int64_t v = 0; v < kVectors; ++v) {
+      const bool whole = v + 1 < kVectors || !Lanes<T>::is_fast;
+      row[v] = whole ? load(right + v * width) : some.load(right + v * width);
+    }
     OCNN_FUSED_UNROLL
     for (int64_t r = 0; r < kRows; ++r) {
       const T value = left[r * left_row];
@@ -112,26 +108,27 @@ __attribute__((noinline)) void strided_patch(const T* left, int64_t left_row, in
     OCNN_FUSED_UNROLL
     for (int64_t v = 0; v < kVectors; ++v) {
       T* const to = out + r * out_stride + v * width;
-      if (v + 1 < kVectors || lanes == width) {
+      if (v + 1 < kVectors) {
         store(add ? sum[r][v] + load(to) : sum[r][v], to);
       } else {
-        T values[width];
-        store(sum[r][v], values);
-        for (int64_t l = 0; l < lanes; ++l) to[l] = add ? to[l] + values[l] : values[l];
+        some.store(add ? sum[r][v] + some.load(to) : sum[r][v], to);
       }
     }
   }
 }
 
-// Rows [begin, begin + depth) and columns [first, last) of a matrix, in rows of whole vectors, the end of which is zero.
+// Rows [begin, begin + depth) and columns [first, last) of a matrix, in rows of whole vectors, the end of which is
+// zero.
 template <typename T>
 void pack(const Strided<T>& from, int64_t begin, int64_t depth, int64_t first, int64_t last, T* to, int64_t stride) {
   constexpr int64_t width = Vector<T>::width;
   if (from.column_stride == 1) {
+    const int64_t whole = stride - width;
+    const Lanes<T> rest(last - first - whole);
     for (int64_t k = 0; k < depth; ++k) {
-      T* const row = to + k * stride;
-      copy_lanes(from.at(begin + k, first), last - first, row);
-      std::fill(row + last - first, row + stride, T(0));
+      const T* const row = from.at(begin + k, first);
+      for (int64_t n = 0; n < whole; n += width) store(load(row + n), to + k * stride + n);
+      store(rest.load(row + whole), to + k * stride + whole);
     }
     return;
   }
@@ -143,7 +140,8 @@ void pack(const Strided<T>& from, int64_t begin, int64_t depth, int64_t first, i
                                   [&](int64_t r) { return to + (k + r) * stride + n; });
     }
     for (; k < depth; ++k) {
-      for (int64_t l = 0; l < width; ++l) to[k * stride + n + l] = l < lanes ? *from.at(begin + k, first + n + l) : T(0);
+      for (int64_t l = 0; l < width; ++l)
+        to[k * stride + n + l] = l < lanes ? *from.at(begin + k, first + n + l) : T(0);
     }
   }
 }
@@ -155,7 +153,8 @@ void multiply_strip(const Strided<T>& left, const Strided<T>& right, const Strid
   constexpr int64_t width = Vector<T>::width;
   const int64_t vectors = (last - first + width - 1) / width, lanes = last - first - (vectors - 1) * width;
   // Few rows read the right operand where it lies.
-  const bool packs = right.column_stride != 1 || lanes < width || out.rows > kPatchRows<T>;
+  const bool packs = right.column_stride != 1 || (lanes < width && !Lanes<T>::is_fast) || out.rows > 2 * kPatchRows<T>;
+  const Lanes<T> rest(lanes);
   const int64_t chunk = packs ? kDepth : left.columns, stride = packs ? vectors * width : right.row_stride;
   T* const packed = packs ? scratch<T>(std::min(chunk, left.columns) * stride) : nullptr;
   for (int64_t k = 0; k < left.columns; k += chunk) {
@@ -166,7 +165,7 @@ void multiply_strip(const Strided<T>& left, const Strided<T>& right, const Strid
       with_count<kPatchRows<T>>(out.rows - row, [&]<int64_t kRows>() {
         with_count<kStripVectors>(vectors, [&]<int64_t kVectors>() {
           strided_patch<kRows, kVectors>(left.at(row, k), left.row_stride, left.column_stride, depth, operand, stride,
-                                         out.at(row, first), out.row_stride, lanes, add || k > 0);
+                                         out.at(row, first), out.row_stride, rest, add || k > 0);
         });
       });
     }
@@ -183,7 +182,8 @@ void multiply_strips(const Matrices<T>& out, const Matrices<T>& left, const Matr
   for (int64_t item = begin; item < end; ++item) {
     const Strided<T> a(left, item / strips), b(right, item / strips), c(out, item / strips);
     const int64_t first = item % strips * strip;
-    by_dots ? multiply_by_dots(a, b, c, add) : multiply_strip(a, b, c, add, first, std::min(first + strip, out.columns));
+    by_dots ? multiply_by_dots(a, b, c, add)
+            : multiply_strip(a, b, c, add, first, std::min(first + strip, out.columns));
   }
 }
 

@@ -107,7 +107,8 @@ void share_items(int64_t items, int64_t work, const F& run) {
   if (items == 0) return;
   const double seconds = static_cast<double>(items) * static_cast<double>(work) / kElementwiseRate;
   const int64_t pieces = (items + grain(work) - 1) / grain(work);
-  const int64_t threads = pieces > 1 ? threads_for(seconds) : 1, wanted = std::min(pieces, pieces_for(seconds, threads));
+  const int64_t threads = pieces > 1 ? threads_for(seconds) : 1,
+                wanted = std::min(pieces, pieces_for(seconds, threads));
   if (wanted == 1) return run(0, items);
   share({even_phase(items, wanted, run)}, threads);
 }

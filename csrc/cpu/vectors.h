@@ -7,6 +7,10 @@
 #include <utility>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "stages.h"
 #include "target.h"
 
@@ -28,6 +32,59 @@ template <typename T>
 inline void store(const typename Vector<T>::type& value, T* to) {
   *reinterpret_cast<typename Vector<T>::type*>(to) = value;
 }
+
+// Loads and stores the first lanes of a vector, and touches no others in memory: one instruction where there are masks.
+template <typename T>
+class Lanes {
+ public:
+  using V = typename Vector<T>::type;
+  static constexpr bool is_fast = OCNN_FUSED_VECTOR_BYTES > 16;
+
+#if OCNN_FUSED_VECTOR_BYTES == 64
+  explicit Lanes(int64_t lanes) : mask_(static_cast<__mmask16>((1u << lanes) - 1)) {}
+  V load(const T* from) const {
+    if constexpr (sizeof(T) == 4) return (V)_mm512_maskz_loadu_ps(mask_, from);
+    if constexpr (sizeof(T) == 8) return (V)_mm512_maskz_loadu_pd(static_cast<__mmask8>(mask_), from);
+  }
+  void store(const V& value, T* to) const {
+    if constexpr (sizeof(T) == 4) _mm512_mask_storeu_ps(to, mask_, (__m512)value);
+    if constexpr (sizeof(T) == 8) _mm512_mask_storeu_pd(to, static_cast<__mmask8>(mask_), (__m512d)value);
+  }
+
+ private:
+  __mmask16 mask_;
+#elif OCNN_FUSED_VECTOR_BYTES == 32
+  explicit Lanes(int64_t lanes) {
+    const __m256i count = sizeof(T) == 4 ? _mm256_set1_epi32(static_cast<int>(lanes)) : _mm256_set1_epi64x(lanes);
+    mask_ = sizeof(T) == 4 ? _mm256_cmpgt_epi32(count, _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
+                           : _mm256_cmpgt_epi64(count, _mm256_setr_epi64x(0, 1, 2, 3));
+  }
+  V load(const T* from) const {
+    if constexpr (sizeof(T) == 4) return (V)_mm256_maskload_ps(from, mask_);
+    if constexpr (sizeof(T) == 8) return (V)_mm256_maskload_pd(from, mask_);
+  }
+  void store(const V& value, T* to) const {
+    if constexpr (sizeof(T) == 4) _mm256_maskstore_ps(to, mask_, (__m256)value);
+    if constexpr (sizeof(T) == 8) _mm256_maskstore_pd(to, mask_, (__m256d)value);
+  }
+
+ private:
+  __m256i mask_;
+#else
+  explicit Lanes(int64_t lanes) : lanes_(lanes) {}
+  V load(const T* from) const {
+    V value{};
+    for (int64_t l = 0; l < lanes_; ++l) value[l] = from[l];
+    return value;
+  }
+  void store(const V& value, T* to) const {
+    for (int64_t l = 0; l < lanes_; ++l) to[l] = value[l];
+  }
+
+ private:
+  int64_t lanes_;
+#endif
+};
 
 // For loops over arrays that must stay in registers.
 #define OCNN_FUSED_UNROLL _Pragma("GCC unroll 16")
