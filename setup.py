@@ -238,7 +238,7 @@ def compiled_files(cuda: bool) -> Iterator[tuple[str, Path, str, list[str]]]:
             for target in TARGETS:
                 yield "cxx", source, f"{name}.{target}", [f"-DOCNN_FUSED_TARGET={target}"]
         elif source.name == "bindings.cpp":
-            yield "cxx", source, name, python_includes() + ["-DOCNN_FUSED_CUDA"] * cuda
+            yield "cxx", source, name, python_includes() + ["-DOCNN_FUSED_WITH_CUDA"] * cuda
         else:
             yield "cxx", source, name, []
 

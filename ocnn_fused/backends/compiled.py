@@ -148,13 +148,13 @@ class _Bucket:
 def _run_on_cuda(native: Any, device: torch.device, arguments: dict[str, Any]) -> None:
     """On the current stream, which nothing waits for."""
     with torch.cuda.device(device):
-        workspace = torch.empty(
-            native.cuda_workspace_bytes(bool(arguments["grads"])), dtype=torch.uint8, device=device
-        )
-        native.run_cuda(
-            **arguments,
-            workspace=workspace.data_ptr(),
-            workspace_bytes=workspace.nbytes,
-            stream=torch.cuda.current_stream(device).cuda_stream,
-            blas=torch.cuda.current_blas_handle(),
-        )
+        needed = native.cuda_workspace_bytes(bool(arguments["grads"]))
+        while needed:
+            workspace = torch.empty(needed, dtype=torch.uint8, device=device)
+            needed = native.run_cuda(
+                **arguments,
+                workspace=workspace.data_ptr(),
+                workspace_bytes=workspace.nbytes,
+                stream=torch.cuda.current_stream(device).cuda_stream,
+                blas=torch.cuda.current_blas_handle(),
+            )
