@@ -143,7 +143,9 @@ def test_what_does_not_fit_is_not_chosen() -> None:
 
 def test_limits_are_those_of_the_kernels() -> None:
     """cuda.fits repeats what kernels.cuh decides; double is what partial losses are added in."""
-    declared = dict(re.findall(r"constexpr int(?:64_t)? (k\w+) = ([\d <]+);", (CSRC / "cuda" / "kernels.cuh").read_text()))
+    declared = dict(
+        re.findall(r"constexpr int(?:64_t)? (k\w+) = ([\d <]+);", (CSRC / "cuda" / "kernels.cuh").read_text())
+    )
     bytes_of_double = 8
     assert eval(declared["kSharedBytes"]) == cuda._SHARED_BYTES
     assert int(declared["kMixThreads"]) * bytes_of_double == cuda._MIX_SUMS

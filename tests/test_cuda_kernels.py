@@ -118,6 +118,7 @@ ISSUED = {
     "small/row-8x2x3-g4-float64-65w": [4, 0],
 }
 
+
 @pytest.fixture(scope="module")
 def said(module: Module) -> dict[str, Said]:
     process, said = execute(module("plain"), RUNS, seed=1, more=True)

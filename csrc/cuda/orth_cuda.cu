@@ -169,9 +169,7 @@ class Device {
     targets_.of_groups = free_targets_;
   }
 
-  void zero(T* data, int64_t elements) {
-    check(cudaMemsetAsync(data, 0, elements * sizeof(T), batch_.stream()));
-  }
+  void zero(T* data, int64_t elements) { check(cudaMemsetAsync(data, 0, elements * sizeof(T), batch_.stream())); }
 
   void multiply(const Matrices<T>& out, const Matrices<T>& left, const Matrices<T>& right, bool add) {
     multiply_by_blas(batch_.queue.blas, out, left, right, add);
@@ -190,11 +188,11 @@ class Device {
     const Targets<T> targets = targets_.from(x.first_group);
     const PlacedFactors<T> factors = factors_.from(x.first_group);
     if (plan_.diagonal()) {
-      batch_.launch(mix_diagonal_launch(plan_.outputs, x.groups, x.side), mix_diagonal_kernel<T>, x.data,
-                    plan_.outputs, targets, factors, x.groups, x.side, with_grad, partials);
+      batch_.launch(mix_diagonal_launch(plan_.outputs, x.groups, x.side), mix_diagonal_kernel<T>, x.data, plan_.outputs,
+                    targets, factors, x.groups, x.side, with_grad, partials);
     } else {
-      batch_.launch(mix_launch<T>(plan_.lags, plan_.outputs, x.groups, x.side, tile_), mix_kernel_for<T>(tile_),
-                    x.data, mix_, targets, factors, x.groups, x.side, with_grad, partials);
+      batch_.launch(mix_launch<T>(plan_.lags, plan_.outputs, x.groups, x.side, tile_), mix_kernel_for<T>(tile_), x.data,
+                    mix_, targets, factors, x.groups, x.side, with_grad, partials);
     }
   }
 
@@ -278,8 +276,8 @@ int64_t execute_batches(const Call& call, const Queue& queue, char* memory) {
   dispatch(call.bucket.type, [&]<typename S, typename T>() {
     for (int64_t begin = 0; begin < call.count(); begin += kMaxWeights) {
       const Batch batch{call, queue, begin, std::min<int64_t>(kMaxWeights, call.count() - begin)};
-      most = std::max(most, std::visit([&](const auto& plan) { return execute<S, T>(plan, batch, memory); },
-                                       call.bucket.plan));
+      most = std::max(
+          most, std::visit([&](const auto& plan) { return execute<S, T>(plan, batch, memory); }, call.bucket.plan));
     }
   });
   return most;

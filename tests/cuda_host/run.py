@@ -99,7 +99,7 @@ def epilogue_problems(run: Run, weights: Sequence[torch.Tensor], grads: Sequence
     execute = prepared(run, weights, True)
     factors = torch.linspace(-1.0, -0.25, len(weights), dtype=torch.float64)
     scaled = execute(weights, Epilogue(factors, 0.5))[1]
-    targets, own = [torch.ones_like(weight) for weight in weights], [weight.clone() for weight in weights]
+    targets, own = [torch.ones_like(weight) for weight in weights], run.weights_laid_out()
     execute(weights, Epilogue(factors, 0.5, targets))
     execute(own, Epilogue(factors, 0.5, own))
     found = []
