@@ -241,6 +241,34 @@ def test_every_build_is_used() -> None:
     assert {bug.build for bug in BUGS.values()} == set(BUILDS)
 
 
+#: What a process without cuBLAS says, and what is said of a matrix with more rows than an int counts.
+BLAS = r"""
+#include <cstdio>
+#include "cuda/blas.h"
+using namespace ocnn_fused;
+int main() {
+  for (const int64_t rows : {int64_t{3}, int64_t{1} << 31}) {
+    const Matrices<float> out{nullptr, 1, 0, rows, 2, 2, 1}, left{nullptr, 1, 0, rows, 4, 4, 1};
+    try {
+      cuda::multiply_by_blas(0, out, left, {nullptr, 1, 0, 4, 2, 2, 1}, false);
+    } catch (const std::exception& error) {
+      std::puts(error.what());
+    }
+  }
+}
+"""
+
+
+def test_errors_of_products(tmp_path: Path) -> None:
+    (tmp_path / "blas.cpp").write_text(BLAS)
+    program = tmp_path / "blas"
+    subprocess.run([COMPILER, "-std=c++20", f"-I{CSRC}", str(tmp_path / "blas.cpp"), "-o", str(program)], check=True)
+    assert subprocess.check_output([program], text=True).splitlines() == [
+        "cuBLAS is not loaded: no library of this process has cublasSgemmStridedBatched",
+        "a product is too large for cuBLAS: 2147483648",
+    ]
+
+
 ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
 
 

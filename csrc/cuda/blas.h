@@ -60,11 +60,12 @@ void multiply_by_blas(Address handle, const Matrices<T>& out, const Matrices<T>&
                       bool add) {
   const BlasOperand<T> c(out), a(right), b(left);
   if (!c.by_rows) return multiply_by_blas(handle, out.transposed(), right.transposed(), left.transposed(), add);
+  const int columns = blas_int(out.columns), rows = blas_int(out.rows), length = blas_int(left.columns);
   const T one = 1, beta = add ? 1 : 0;
-  const int status = batched_product<T>()(
-      reinterpret_cast<void*>(handle), !a.by_rows, !b.by_rows, blas_int(out.columns), blas_int(out.rows),
-      blas_int(left.columns), &one, right.data, a.leading, right.batch_stride, left.data, b.leading, left.batch_stride,
-      &beta, out.data, c.leading, out.batch_stride, blas_int(out.batch));
+  const int status =
+      batched_product<T>()(reinterpret_cast<void*>(handle), !a.by_rows, !b.by_rows, columns, rows, length, &one,
+                           right.data, a.leading, right.batch_stride, left.data, b.leading, left.batch_stride, &beta,
+                           out.data, c.leading, out.batch_stride, blas_int(out.batch));
   if (status != 0) throw std::runtime_error("cuBLAS failed with status " + std::to_string(status));
 }
 
