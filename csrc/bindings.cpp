@@ -13,9 +13,7 @@
 #include "cpu/execute.h"
 #include "cpu/switches.h"
 #include "cpu/threads.h"
-#if defined(OCNN_FUSED_WITH_CUDA)
 #include "cuda/execute.h"
-#endif
 
 namespace py = pybind11;
 
@@ -69,14 +67,20 @@ Call make_call(const Bucket& bucket, const std::vector<Address>& weights, const 
           {reinterpret_cast<char*>(workspace), workspace_bytes}};
 }
 
+// Queue: nothing for the CPU, a stream and cuBLAS for CUDA.
+template <typename... Queue>
 int64_t run(const Bucket& bucket, const std::vector<Address>& weights, const std::vector<Address>& grads, bool adds,
             Address losses, bool wide, Address factors, double factor, bool per_target, Address workspace,
-            int64_t workspace_bytes) {
+            int64_t workspace_bytes, [[maybe_unused]] Queue... queue) {
   const Call call =
       make_call(bucket, weights, grads, adds, losses, wide, factors, factor, per_target, workspace, workspace_bytes);
   try {
     const py::gil_scoped_release others_may_run;
-    cpu::execute(call);
+    if constexpr (sizeof...(queue) == 0) {
+      cpu::execute(call);
+    } else {
+      cuda::execute(call, {queue...});
+    }
   } catch (const WorkspaceTooSmall& error) {
     return error.needed;
   }
@@ -152,7 +156,13 @@ PYBIND11_MODULE(_C, m) {
   py::class_<Bucket>(m, "Bucket")
       .def(py::init(&make_bucket), kw_only(), arg("plan"), arg("tables"), arg("constants"), arg("dtype"), arg("sizes"),
            arg("strides"), arg("grad_strides"), arg("places"))
-      .def("run", &run, arg("weights"), arg("grads"), arg("adds"), arg("losses"), arg("wide"), arg("factors"),
+#if defined(OCNN_FUSED_WITH_CUDA)
+      .def("run_cuda", &run<Address, Address>, arg("weights"), arg("grads"), arg("adds"), arg("losses"), arg("wide"),
+           arg("factors"), arg("factor"), arg("per_target"), arg("workspace"), arg("workspace_bytes"), arg("stream"),
+           arg("blas"))
+      .def("cuda_workspace_bytes", &cuda::workspace_bytes, arg("with_grad"))
+#endif
+      .def("run", &run<>, arg("weights"), arg("grads"), arg("adds"), arg("losses"), arg("wide"), arg("factors"),
            arg("factor"), arg("per_target"), arg("workspace"), arg("workspace_bytes"));
 
   m.def(

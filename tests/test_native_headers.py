@@ -17,7 +17,7 @@ from ocnn_fused import _extension
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 COMPILER = os.environ.get("CXX", "g++")
-HEADERS = sorted(path for path in CSRC.rglob("*.h") if "cuda" not in path.parts)
+HEADERS = sorted(CSRC.rglob("*.h"))
 
 
 def first_errors(header: Path) -> str:

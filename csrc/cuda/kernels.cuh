@@ -1,5 +1,5 @@
-// The stages of a plan between its matrix products, and the geometry of their launches. Nothing of torch and no
-// instruction a host compiler does not know: tests/cuda_host executes these very kernels on the CPU.
+// The stages of a plan between its matrix products, and the geometry of their launches. No instruction that a host
+// compiler does not know: tests/cuda_host executes these very kernels on the CPU.
 //
 // A thread accumulates a few results of a few elements in registers, so that no array is indexed at run time; what does
 // not fit there lies in shared memory. Partial losses are added in a fixed order, in double; there are no atomics.
@@ -113,7 +113,6 @@ struct PlacedFactors {
   int place[kMaxWeights];  // in the list
 
   __device__ T at(int64_t group, const Target<T>& target) const {
-    if (all.of_weights == nullptr) return all.at(0, target);
     const int64_t weight = (first_group + group) / all.groups;
     return static_cast<T>(factor) * all.at(place[weight] * all.groups, target);
   }
@@ -688,9 +687,18 @@ inline Launch loss_launch(int64_t weights) {
   return {weights, kThreads, kThreads * static_cast<int64_t>(sizeof(double))};
 }
 
-template <typename T>
 struct Losses {
-  T* data[kMaxWeights];
+  void* data;              // of the whole list
+  bool wide;               // float64, else float32
+  int place[kMaxWeights];  // in the list
+
+  __device__ void store(int64_t weight, double loss) const {
+    if (wide) {
+      static_cast<double*>(data)[place[weight]] = loss;
+    } else {
+      static_cast<float*>(data)[place[weight]] = static_cast<float>(loss);
+    }
+  }
 };
 
 // Loss of each weight from its partial sums; a sum of squares, so what rounding leaves below zero is zero (NaN stays).
@@ -698,7 +706,7 @@ struct Losses {
 template <typename T>
 __global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
     loss_kernel(const double* partials, int64_t partials_per_weight, double offset, const Targets<T> targets,
-                int64_t groups, const Losses<T> losses) {
+                int64_t groups, const Losses losses) {
   OCNN_FUSED_SHARED(shared);
   const double* own = partials + blockIdx.x * partials_per_weight;
   double sum = 0;
@@ -708,7 +716,7 @@ __global__ void __launch_bounds__(kThreads, kThreadBlocksPerProcessor)
     sum += offset * target * target;
   }
   const double loss = thread_block_sum(sum, reinterpret_cast<double*>(shared));
-  if (threadIdx.x == 0) *losses.data[blockIdx.x] = static_cast<T>(loss < 0 ? 0 : loss);
+  if (threadIdx.x == 0) losses.store(blockIdx.x, loss < 0 ? 0 : loss);
 }
 
 }  // namespace ocnn_fused::cuda

@@ -1,43 +1,83 @@
-// A CUDA GPU as a device of the pipeline, and its ops. Everything runs on the current stream, nothing waits for it.
-#include <ATen/cuda/CUDAContext.h>
-#include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
+// A CUDA GPU as a device of the pipeline. Everything runs on one stream, nothing waits for it.
+#include <algorithm>
+#include <climits>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+#include <vector>
 
+#include "../cpu/switches.h"
 #include "../pipeline.h"
+#include "blas.h"
+#include "execute.h"
 #include "kernels.cuh"
+
+#ifndef OCNN_FUSED_LAUNCH
+#define OCNN_FUSED_LAUNCH(kernel, blocks, threads, shared_bytes, stream, arguments) \
+  kernel<<<blocks, threads, shared_bytes, stream>>>(arguments...)
+#endif
 
 namespace ocnn_fused::cuda {
 namespace {
 
-template <typename... Parameters, typename... Arguments>
-void launch(const Launch& geometry, void (*kernel)(Parameters...), const Arguments&... arguments) {
-  TORCH_CHECK(geometry.thread_blocks <= INT32_MAX, "a weight is too large: ", geometry.thread_blocks, " thread blocks");
-  kernel<<<static_cast<unsigned>(geometry.thread_blocks), geometry.threads, geometry.shared_bytes,
-           at::cuda::getCurrentCUDAStream()>>>(arguments...);
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+void require(bool holds, const std::string& what) {
+  if (!holds) throw std::invalid_argument(what);
 }
 
+void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
+
+// Some weights of a call, as many as a launch takes, and where they are worked on.
+struct Batch {
+  const Call& call;
+  const Queue& queue;
+  int64_t begin, count;
+
+  const Layout& layout() const { return call.bucket.weights; }
+  const int64_t* tables() const { return call.bucket.tables; }
+  cudaStream_t stream() const { return reinterpret_cast<cudaStream_t>(queue.stream); }
+  template <typename S>
+  Tensors<const S> read() const {
+    return call.read<S>().slice(begin, count);
+  }
+  template <typename S>
+  Tensors<S> written() const {
+    return call.with_grad() ? call.written<S>().slice(begin, count) : call.written<S>();
+  }
+  void copy_places(int (&places)[kMaxWeights]) const {
+    for (int64_t w = 0; w < count; ++w) places[w] = static_cast<int>(call.bucket.places[begin + w]);
+  }
+
+  template <typename... Parameters, typename... Arguments>
+  void launch(const Launch& geometry, void (*kernel)(Parameters...), const Arguments&... arguments) const {
+    require(geometry.thread_blocks <= INT_MAX,
+            "a weight is too large: " + std::to_string(geometry.thread_blocks) + " thread blocks");
+    OCNN_FUSED_LAUNCH(kernel, static_cast<unsigned>(geometry.thread_blocks), geometry.threads, geometry.shared_bytes,
+                      stream(), arguments);
+    check(cudaGetLastError());
+  }
+};
+
 template <typename S>
-WeightView<S> view_of(at::TensorList weights, bool adds = false) {
+WeightView<S> view_of(const Tensors<S>& tensors, bool adds = false) {
   WeightView<S> view{};
   view.adds = adds;
-  if (weights.empty()) return view;
-  const at::Tensor& first = weights[0];
-  for (size_t w = 0; w < weights.size(); ++w) view.data[w] = data_of<S>(weights[w]);
-  view.rows = first.size(0);
-  view.row_stride = first.stride(0);
-  view.channel_stride = first.stride(1);
+  const Layout& layout = tensors.layout;
+  for (int64_t w = 0; w < tensors.count(); ++w) view.data[w] = tensors[w];
+  view.rows = layout.rows();
+  view.row_stride = layout.strides[0];
+  view.channel_stride = layout.strides[1];
   view.taps = 1;
   view.axes = 1;
   view.axis_taps[0] = 1;
   view.axis_stride[0] = 1;
-  for (int64_t axis = 2; axis < first.dim(); ++axis) {
-    const int64_t taps = first.size(axis), stride = first.stride(axis);
+  for (int64_t axis = 2; axis < layout.dimensions(); ++axis) {
+    const int64_t taps = layout.sizes[axis], stride = layout.strides[axis];
     if (taps == 1) continue;
     const bool follows = view.axis_stride[view.axes - 1] == taps * stride;
     if (view.taps > 1 && !follows) {
-      TORCH_CHECK_VALUE(view.axes < kMaxAxes, "weight must have at most ", kMaxAxes, " spatial axes");
+      require(view.axes < kMaxAxes, "weight must have at most " + std::to_string(kMaxAxes) + " spatial axes");
       ++view.axes;
       view.axis_taps[view.axes - 1] = 1;
     }
@@ -48,48 +88,26 @@ WeightView<S> view_of(at::TensorList weights, bool adds = false) {
   return view;
 }
 
-// Of weights with so many groups each.
+// For weights of `groups` each.
 template <typename T>
-PlacedFactors<T> factors_of(const Epilogue& epilogue, int64_t groups) {
-  PlacedFactors<T> factors{{nullptr, groups, epilogue.per_target}, epilogue.factor, 0, {}};
-  if (!epilogue.factors) return factors;
-  factors.all.of_weights = epilogue.factors->const_data_ptr<double>();
-  for (size_t w = 0; w < epilogue.places.size(); ++w) factors.place[w] = static_cast<int>(epilogue.places[w]);
+PlacedFactors<T> factors_of(const Batch& batch, int64_t groups) {
+  const Epilogue& epilogue = batch.call.epilogue;
+  PlacedFactors<T> factors{{epilogue.factors, groups, epilogue.per_target}, epilogue.factor, 0, {}};
+  batch.copy_places(factors.place);
   return factors;
 }
 
-// Partial losses of some weights, and their sums.
+// Adds up `each` partial losses of every weight, and `offset` of all its groups, which have these targets.
 template <typename T>
-class PartialLosses {
- public:
-  explicit PartialLosses(at::TensorList weights) : weights_(weights) {}
+void store_losses(const Batch& batch, const double* partials, int64_t each, int64_t offset, const Targets<T>& targets,
+                  int64_t groups) {
+  Losses losses{batch.call.losses, batch.call.wide, {}};
+  batch.copy_places(losses.place);
+  batch.launch(loss_launch(batch.count), loss_kernel<T>, partials, each,
+               static_cast<double>(offset) / static_cast<double>(groups), targets, groups, losses);
+}
 
-  // Room for so many numbers per weight; the same every time.
-  double* of_each(int64_t count) {
-    if (!partials_.defined()) {
-      count_ = count;
-      partials_ = at::empty({static_cast<int64_t>(weights_.size()) * count}, weights_[0].options().dtype(at::kDouble));
-    }
-    return partials_.mutable_data_ptr<double>();
-  }
-
-  // `offset` of all groups, which have these targets.
-  void append_to(std::vector<at::Tensor>& losses, int64_t offset, const Targets<T>& targets_of, int64_t groups) const {
-    Losses<T> targets{};
-    for (size_t w = 0; w < weights_.size(); ++w) {
-      losses.push_back(at::empty({}, weights_[w].options().dtype(c10::CppTypeToScalarType<T>::value)));
-      targets.data[w] = losses.back().template mutable_data_ptr<T>();
-    }
-    launch(loss_launch(static_cast<int64_t>(weights_.size())), loss_kernel<T>, partials_.const_data_ptr<double>(),
-           count_, static_cast<double>(offset) / static_cast<double>(groups), targets_of, groups, targets);
-  }
-
- private:
-  const at::TensorList weights_;
-  at::Tensor partials_;
-  int64_t count_ = 0;
-};
-
+// The pipeline's device for one batch.
 template <typename S, typename T>
 class Device {
  public:
@@ -97,23 +115,23 @@ class Device {
   static constexpr int64_t kPlaneBytes = int64_t{128} << 20;
   static constexpr int64_t kNarrowestChunk = 512;
   static constexpr int64_t kChunkMultiple = kWarp;
-  // Copying so much four times, to planes and back from gradients, takes no longer than the launches it saves.
+  // Copying as much as this four times, to planes and back from gradients, takes no longer than the launches it saves.
   static constexpr int64_t kCopiedBytes = int64_t{1} << 20;
 
-  Device(const LoweredPlan& plan, at::TensorList weights, at::TensorList grads, const at::Tensor& tables,
-         const at::Tensor& constants, const Epilogue& epilogue)
+  Device(const BilinearPlan& plan, const Batch& batch)
       : plan_(plan),
-        options_(weights[0].options()),
-        weight_(view_of<const S>(weights)),
-        grad_(view_of<S>(grads, !epilogue.targets.empty())),
-        factors_(factors_of<T>(epilogue, plan.groups)),
-        losses_(weights),
+        batch_(batch),
+        weight_(view_of(batch.read<S>())),
+        grad_(view_of(batch.written<S>(), batch.call.epilogue.adds)),
+        factors_(factors_of<T>(batch, plan.groups)),
+        rows_(weight_.rows / plan.groups),
+        channels_(batch.layout().channels()),
+        side_(plan.column ? channels_ * plan.pools[0].residues : rows_),
         targets_{plan.target, nullptr} {
-    if (targets_.are_free()) find_targets(weights);
-    TORCH_CHECK_VALUE(plan.blocks.size() <= kMaxBlocks, "a plan must have at most ", kMaxBlocks, " blocks, got ",
-                      plan.blocks.size());
-    const T* values = constants.const_data_ptr<T>();
-    const int64_t* numbers = tables.const_data_ptr<int64_t>();
+    require(plan.blocks.size() <= kMaxBlocks, "a plan must have at most " + std::to_string(kMaxBlocks) +
+                                                  " blocks, got " + std::to_string(plan.blocks.size()));
+    const T* values = static_cast<const T*>(batch.call.bucket.constants);
+    const int64_t* numbers = batch.tables();
     blocks_.count = static_cast<int>(plan.blocks.size());
     for (int b = 0; b < blocks_.count; ++b) {
       const PlanBlock& block = plan.blocks[b];
@@ -129,55 +147,64 @@ class Device {
     mix_ = {values + plan.symmetric,       values + plan.antisymmetric, values + plan.symmetric_t,
             values + plan.antisymmetric_t, static_cast<int>(plan.lags), static_cast<int>(plan.outputs)};
     tile_ = mix_tile<T>(plan.lags, plan.outputs);
-    TORCH_CHECK_VALUE(tile_ > 0, "a plan with ", plan.outputs, " outputs and ", plan.lags,
-                      " lags does not fit into shared memory");
+    require(tile_ > 0, "a plan with " + std::to_string(plan.outputs) + " outputs and " + std::to_string(plan.lags) +
+                           " lags does not fit into shared memory");
   }
 
-  at::Tensor workspace(int64_t bytes) { return at::empty({bytes}, options_.dtype(at::kByte)); }
+  // Takes what lives as long as the batch.
+  void lay_out(Arena& arena) {
+    partials_ = arena.take<double>(all_groups() * partials_per_group());
+    if (!targets_.are_free()) return;
+    squares_ = arena.take<double>(all_groups() * squares_partials(group_elements()));
+    free_targets_ = arena.take<T>(all_groups());
+  }
 
-  void zero(T* data, int64_t elements) {
-    C10_CUDA_CHECK(cudaMemsetAsync(data, 0, elements * sizeof(T), at::cuda::getCurrentCUDAStream()));
+  // One reduction over the weights, in two launches.
+  void find_targets() {
+    if (!targets_.are_free()) return;
+    batch_.launch(squares_launch(all_groups(), group_elements()), squares_kernel<S, T>, weight_, rows_, channels_,
+                  squares_);
+    batch_.launch(targets_launch(all_groups()), targets_kernel<T>, squares_, squares_partials(group_elements()), rows_,
+                  free_targets_);
+    targets_.of_groups = free_targets_;
+  }
+
+  void zero(T* data, int64_t elements) { check(cudaMemsetAsync(data, 0, elements * sizeof(T), batch_.stream())); }
+
+  void multiply(const Matrices<T>& out, const Matrices<T>& left, const Matrices<T>& right, bool add) {
+    multiply_by_blas(batch_.queue.blas, out, left, right, add);
   }
 
   void evaluate(const std::vector<Planes<T>>& planes, const Window& window) {
-    launch(taps_launch<S, T>(window, weight_.taps), evaluate_kernel<S, T>, weight_, with(planes), window);
+    batch_.launch(taps_launch<S, T>(window, weight_.taps), evaluate_kernel<S, T>, weight_, with(planes), window);
   }
 
   void gather(const std::vector<Planes<T>>& planes, const Window& window) {
-    launch(taps_launch<S, T>(window, grad_.taps), gather_kernel<S, T>, grad_, with(planes), window);
+    batch_.launch(taps_launch<S, T>(window, grad_.taps), gather_kernel<S, T>, grad_, with(planes), window);
   }
 
   void mix(const Outputs<T>& x, bool with_grad) {
-    const int64_t per_group = plan_.diagonal() ? diagonal_partials(plan_.outputs, x.side) : mix_pairs(x.side, tile_);
-    double* partials = losses_.of_each(plan_.groups * per_group) + x.first_group * per_group;
+    double* partials = partials_ + x.first_group * partials_per_group();
     const Targets<T> targets = targets_.from(x.first_group);
     const PlacedFactors<T> factors = factors_.from(x.first_group);
     if (plan_.diagonal()) {
-      launch(mix_diagonal_launch(plan_.outputs, x.groups, x.side), mix_diagonal_kernel<T>, x.data, plan_.outputs,
-             targets, factors, x.groups, x.side, with_grad, partials);
+      batch_.launch(mix_diagonal_launch(plan_.outputs, x.groups, x.side), mix_diagonal_kernel<T>, x.data, plan_.outputs,
+                    targets, factors, x.groups, x.side, with_grad, partials);
     } else {
-      launch(mix_launch<T>(plan_.lags, plan_.outputs, x.groups, x.side, tile_), mix_kernel_for<T>(tile_), x.data, mix_,
-             targets, factors, x.groups, x.side, with_grad, partials);
+      batch_.launch(mix_launch<T>(plan_.lags, plan_.outputs, x.groups, x.side, tile_), mix_kernel_for<T>(tile_), x.data,
+                    mix_, targets, factors, x.groups, x.side, with_grad, partials);
     }
   }
 
-  void append_losses(std::vector<at::Tensor>& losses) const {
-    losses_.append_to(losses, plan_.offset, targets_, plan_.groups);
+  void store_losses() const {
+    cuda::store_losses(batch_, partials_, plan_.groups * partials_per_group(), plan_.offset, targets_, plan_.groups);
   }
 
  private:
-  // One reduction over the weights, in two launches.
-  void find_targets(at::TensorList weights) {
-    const int64_t groups = static_cast<int64_t>(weights.size()) * plan_.groups, rows = weight_.rows / plan_.groups;
-    const int64_t channels = weights[0].size(1), elements = rows * channels * weight_.taps;
-    const int64_t each = squares_partials(elements);
-    const at::Tensor partials = at::empty({groups * each}, options_.dtype(at::kDouble));
-    free_targets_ = at::empty({groups}, options_.dtype(c10::CppTypeToScalarType<T>::value));
-    launch(squares_launch(groups, elements), squares_kernel<S, T>, weight_, rows, channels,
-           partials.mutable_data_ptr<double>());
-    launch(targets_launch(groups), targets_kernel<T>, partials.const_data_ptr<double>(), each, rows,
-           free_targets_.template mutable_data_ptr<T>());
-    targets_.of_groups = free_targets_.template const_data_ptr<T>();
+  int64_t all_groups() const { return batch_.count * plan_.groups; }
+  int64_t group_elements() const { return rows_ * channels_ * weight_.taps; }
+  int64_t partials_per_group() const {
+    return plan_.diagonal() ? diagonal_partials(plan_.outputs, side_) : mix_pairs(side_, tile_);
   }
 
   BlockViews<T> with(const std::vector<Planes<T>>& planes) const {
@@ -186,90 +213,90 @@ class Device {
     return views;
   }
 
-  const LoweredPlan& plan_;
-  const at::TensorOptions options_;
+  const BilinearPlan& plan_;
+  const Batch& batch_;
   const WeightView<const S> weight_;
   const WeightView<S> grad_;
   const PlacedFactors<T> factors_;
-  PartialLosses<T> losses_;
+  const int64_t rows_, channels_, side_;  // of a group
   Targets<T> targets_;
-  at::Tensor free_targets_;
   BlockViews<T> blocks_{};
   MixView<T> mix_{};
   int tile_ = 0;
+  double *partials_ = nullptr, *squares_ = nullptr;  // of losses, of free targets
+  T* free_targets_ = nullptr;
 };
 
-// Calls f.operator()<S, T>(weights, grads, epilogue) for as many weights at once as a launch takes.
-template <typename F>
-void each_batch(at::TensorList weights, at::TensorList grads, const Epilogue& epilogue, const F& f) {
-  const c10::cuda::CUDAGuard guard(weights[0].device());
-  dispatch(weights[0], [&]<typename S, typename T>() {
-    for (size_t begin = 0; begin < weights.size(); begin += kMaxWeights) {
-      const size_t count = std::min<size_t>(kMaxWeights, weights.size() - begin);
-      Epilogue own = epilogue;
-      own.places = epilogue.factors ? epilogue.places.slice(begin, count) : epilogue.places;
-      f.template operator()<S, T>(weights.slice(begin, count), grads.empty() ? grads : grads.slice(begin, count), own);
-    }
-  });
+// Both count the bytes that a batch needs, and if there is memory execute it.
+
+template <typename S, typename T>
+int64_t execute(const BilinearPlan& plan, const Batch& batch, char* memory) {
+  Device<S, T> device(plan, batch);
+  Pipeline<S, T, Device<S, T>> pipeline(device, plan, batch.read<S>(), batch.written<S>(), batch.call.epilogue.adds);
+  Arena arena(memory);
+  device.lay_out(arena);
+  if (memory != nullptr) {
+    device.find_targets();
+    pipeline.execute(memory + arena.used());
+    device.store_losses();
+  }
+  return arena.used() + pipeline.workspace_bytes();
 }
 
-void check_tables(const at::Tensor& tables, const at::Tensor& weight) {
-  TORCH_CHECK_VALUE(tables.device() == weight.device(), "the plan's tables must be on ", weight.device(), ", got ",
-                    tables.device());
-}
-
-LossesAndGrads execute_plan(at::TensorList weights, const LoweredPlan& plan, const at::Tensor& tables,
-                            const at::Tensor& constants, bool with_grad, const Epilogue& epilogue) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
-  check_tables(constants, weights[0]);
-  each_batch(weights, grads, epilogue,
-             [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads, const Epilogue& own) {
-               Device<S, T> device(plan, some, some_grads, tables, constants, own);
-               Pipeline<S, T, Device<S, T>>(device, plan, some, some_grads, !own.targets.empty()).execute();
-               device.append_losses(losses);
-             });
-  if (!epilogue.targets.empty()) grads.clear();
-  return {std::move(losses), std::move(grads)};
-}
-
-LossesAndGrads execute_small(at::TensorList weights, const SmallPlan& plan, const at::Tensor& tables, bool with_grad,
-                             const Epilogue& epilogue) {
-  std::vector<at::Tensor> losses, grads = check_and_allocate(weights, plan.groups, with_grad, epilogue);
-  const int64_t* numbers = tables.const_data_ptr<int64_t>();
+template <typename S, typename T>
+int64_t execute(const SmallPlan& plan, const Batch& batch, char* memory) {
+  const int64_t* numbers = batch.tables();
   const TapPairs pairs{numbers + plan.left, numbers + plan.right, numbers + plan.lag_begin, numbers + plan.terms,
                        numbers + plan.tap_begin};
-  const auto run = [&]<typename S, typename T>(at::TensorList some, at::TensorList some_grads, const Epilogue& own) {
-    const int64_t rows = some[0].size(0) / plan.groups, channels = some[0].size(1);
-    const SmallShape shape = small_shape<T>(plan.groups, rows, channels, plan.taps, plan.lags);
-    TORCH_CHECK_VALUE(shape.groups_at_once > 0, "a group of ", rows, " x ", channels, " filters of ", plan.taps,
-                      " taps does not fit into shared memory");
-    PartialLosses<T> partials(some);
+  const int64_t rows = batch.layout().rows() / plan.groups, channels = batch.layout().channels();
+  const SmallShape shape = small_shape<T>(plan.groups, rows, channels, plan.taps, plan.lags);
+  require(shape.groups_at_once > 0, "a group of " + std::to_string(rows) + " x " + std::to_string(channels) +
+                                        " filters of " + std::to_string(plan.taps) +
+                                        " taps does not fit into shared memory");
+  Arena arena(memory);
+  double* partials = arena.take<double>(batch.count * shape.thread_blocks());
+  if (memory != nullptr) {
     const Targets<T> targets{plan.target, nullptr};
-    launch(small_launch<T>(shape, static_cast<int64_t>(some.size())), small_kernel<S, T>, view_of<const S>(some),
-           view_of<S>(some_grads, !own.targets.empty()), pairs, targets, factors_of<T>(own, plan.groups), shape,
-           partials.of_each(shape.thread_blocks()));
-    partials.append_to(losses, 0, targets, plan.groups);
-  };
-  each_batch(weights, grads, epilogue, run);
-  if (!epilogue.targets.empty()) grads.clear();
-  return {std::move(losses), std::move(grads)};
+    batch.launch(small_launch<T>(shape, batch.count), small_kernel<S, T>, view_of(batch.read<S>()),
+                 view_of(batch.written<S>(), batch.call.epilogue.adds), pairs, targets,
+                 factors_of<T>(batch, plan.groups), shape, partials);
+    store_losses(batch, partials, shape.thread_blocks(), 0, targets, plan.groups);
+  }
+  return arena.used();
 }
 
-LossesAndGrads execute(at::TensorList weights, const Plan& plan, bool with_grad,
-                       const std::optional<at::Tensor>& factors, at::IntArrayRef places, double factor, bool per_target,
-                       at::TensorList targets) {
-  TORCH_CHECK_VALUE(!weights.empty(), "weights must not be empty");
-  check_tables(plan->tables, weights[0]);
-  const Epilogue epilogue{factors, places, factor, per_target, targets};
-  return plan->small ? execute_small(weights, *plan->small, plan->tables, with_grad, epilogue)
-                     : execute_plan(weights, *plan->lowered, plan->tables, plan->constants, with_grad, epilogue);
+template <typename S, typename T>
+int64_t execute(const FourierPlan&, const Batch&, char*) {
+  throw std::invalid_argument("Fourier plans run on the CPU only");
+}
+
+// Batches come one after the other, so that all of them can use the same memory. Returns how much the largest needs.
+int64_t execute_batches(const Call& call, const Queue& queue, char* memory) {
+  int64_t most = 0;
+  dispatch(call.bucket.type, [&]<typename S, typename T>() {
+    for (int64_t begin = 0; begin < call.count(); begin += kMaxWeights) {
+      const Batch batch{call, queue, begin, std::min<int64_t>(kMaxWeights, call.count() - begin)};
+      most = std::max(
+          most, std::visit([&](const auto& plan) { return execute<S, T>(plan, batch, memory); }, call.bucket.plan));
+    }
+  });
+  return most;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ocnn_fused, CUDA, m) {
-  register_plan_type();
-  m.impl("execute", execute);
+int64_t workspace_bytes(const Bucket& bucket, bool with_grad) {
+  const std::vector<Address> weights(bucket.places.size(), 0), grads(with_grad ? weights.size() : 0, 1);
+  return execute_batches(Call{bucket, weights, grads, {}, nullptr, false, {}}, {}, nullptr);
+}
+
+void execute(const Call& call, const Queue& queue) {
+  char* memory = call.workspace.take(execute_batches(call, queue, nullptr));
+  if (cpu::poisons) {
+    const cudaStream_t stream = reinterpret_cast<cudaStream_t>(queue.stream);
+    check(cudaMemsetAsync(memory, cpu::kPoison, call.workspace.bytes, stream));
+  }
+  execute_batches(call, queue, memory);
 }
 
 }  // namespace ocnn_fused::cuda

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from ..autograd import add_grads_
-from ..backends.job import Epilogue, accumulation_dtype
+from ..backends.epilogue import Epilogue
+from ..backends.job import accumulation_dtype
 from ..functional import problems_of
 from ..plan import axes_of, lag_count, overlaps, polyphase_channels
 from ..problem import IntOrTuple, Options, Problem, check_choice, options_of
@@ -192,7 +193,7 @@ def promised_norm(problem: Problem, steps: Sequence[Step]) -> float:
 
 def add_gradients_(
     tensors: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, factor: float, targets: Sequence[Tensor]
-) -> list[Tensor]:
+) -> Tensor:
     """Add ``factor * 4 Z * X`` of each tensor to its target, which may be the tensor; returns ``||Z||^2`` of each.
 
     All that this package asks of the fused pass.
@@ -213,7 +214,7 @@ def operators_(
     """
     _normalize_groups_(tensors, problems)
     grads = [torch.zeros_like(tensor) for tensor in tensors]
-    squares = torch.stack(add_gradients_(tensors, problems, options, 0.25, grads)).double()
+    squares = add_gradients_(tensors, problems, options, 0.25, grads).double()
     lags, others = (_numbers(numbers, squares.device) for numbers in _bounds(problems))
     scales = torch.minimum((lags * squares).pow(0.25), others).reciprocal().mul_(squares != 0)
     (a, b, _), *following = steps

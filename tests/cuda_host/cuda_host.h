@@ -16,17 +16,6 @@
 #include <random>
 #include <vector>
 
-// The toolkit's headers come first: they define the words of CUDA C++ in a way of their own.
-#if __has_include(<cuda_fp16.h>)
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#define CUDA_HOST_HAS_HALF 1
-#endif
-
-#undef __global__
-#undef __device__
-#undef __host__
-#undef __launch_bounds__
 #define __global__
 #define __device__
 #define __host__
@@ -36,6 +25,19 @@
 #define blockDim (cuda_host::block_size())
 #define __syncthreads() cuda_host::barrier(__COUNTER__ + 1)
 #define OCNN_FUSED_SHARED(name) unsigned char* name = cuda_host::shared_memory()
+#define OCNN_FUSED_LAUNCH(kernel, blocks, threads, shared_bytes, stream, arguments) \
+  cuda_host::launch(blocks, threads, shared_bytes, kernel, arguments...)
+
+// What the backend uses of CUDA's runtime: one stream, in order.
+using cudaStream_t = void*;
+using cudaError_t = int;
+constexpr cudaError_t cudaSuccess = 0;
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return ""; }
+inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStream_t) {
+  std::memset(data, value, bytes);
+  return cudaSuccess;
+}
 
 #if defined(__SANITIZE_THREAD__)
 #include <sanitizer/tsan_interface.h>
@@ -53,6 +55,10 @@ namespace cuda_host {
 constexpr size_t kStackBytes = size_t{64} << 10;
 constexpr size_t kBlocksInFlight = 3;
 constexpr unsigned kMostThreads = 256;
+constexpr long kMostSharedBytes = 48 << 10;
+
+inline unsigned long next_seed = 1;  // of the next launch
+inline long launches = 0;
 
 using Memory = std::unique_ptr<unsigned char[], decltype(&std::free)>;
 
@@ -236,12 +242,13 @@ CUDA_HOST_UNCHECKED bool advance(Block& block, Random& random) {
 
 // kernel<<<blocks, threads, shared_bytes>>>(arguments...)
 template <typename Kernel, typename... Arguments>
-void launch(unsigned long seed, long blocks, int threads, long shared_bytes, Kernel kernel, Arguments... arguments) {
-  if (threads < 1 || threads > static_cast<int>(kMostThreads)) {
-    std::fprintf(stderr, "cuda_host: blocks of %d threads\n", threads);
+void launch(long blocks, int threads, long shared_bytes, Kernel kernel, Arguments... arguments) {
+  if (threads < 1 || threads > static_cast<int>(kMostThreads) || shared_bytes > kMostSharedBytes) {
+    std::fprintf(stderr, "cuda_host: blocks of %d threads and %ld bytes\n", threads, shared_bytes);
     std::_Exit(3);
   }
-  std::mt19937_64 random(seed);
+  ++launches;
+  std::mt19937_64 random(next_seed++);
   const std::function<void()> body = [&] { kernel(arguments...); };
   scheduler.kernel = &body;
 #if defined(__SANITIZE_THREAD__)
@@ -266,6 +273,15 @@ void launch(unsigned long seed, long blocks, int threads, long shared_bytes, Ker
     }
   }
   acquire(&scheduler.finished);
+}
+
+// Bytes behind a part of a workspace, up to `end` and these many more, that nobody may touch.
+inline long fence([[maybe_unused]] char* part, [[maybe_unused]] long bytes, [[maybe_unused]] char* end) {
+  constexpr long kGap = 64;
+#if defined(__SANITIZE_ADDRESS__)
+  if (part != nullptr) __asan_poison_memory_region(part + bytes, end + kGap - (part + bytes));
+#endif
+  return kGap;
 }
 
 }  // namespace cuda_host
