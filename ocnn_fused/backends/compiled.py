@@ -153,20 +153,9 @@ class _Bucket:
 def _run_on_cuda(native: Any, with_grad: bool, device: torch.device, arguments: tuple[Any, ...]) -> None:
     """On the current stream, which nothing waits for."""
     with torch.cuda.device(device):
-<<<<<<< HEAD
-        workspace = torch.empty(native.cuda_workspace_bytes(with_grad), dtype=torch.uint8, device=device)
         stream = torch.cuda.current_stream(device).cuda_stream
         blas = torch.cuda.current_blas_handle()
-        native.run_cuda(*arguments, workspace.data_ptr(), workspace.nbytes, stream, blas)
-=======
-        needed = native.cuda_workspace_bytes(bool(arguments["grads"]))
+        needed = native.cuda_workspace_bytes(with_grad)
         while needed:
             workspace = torch.empty(needed, dtype=torch.uint8, device=device)
-            needed = native.run_cuda(
-                **arguments,
-                workspace=workspace.data_ptr(),
-                workspace_bytes=workspace.nbytes,
-                stream=torch.cuda.current_stream(device).cuda_stream,
-                blas=torch.cuda.current_blas_handle(),
-            )
->>>>>>> cuda
+            needed = native.run_cuda(*arguments, workspace.data_ptr(), workspace.nbytes, stream, blas)
