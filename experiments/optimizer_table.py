@@ -8,10 +8,11 @@ from statistics import mean
 from typing import Any
 
 from .config import Line
-from .optimizers import OPTIMIZERS, Optimizer
 from .lengths import SEEDS
+from .optimizers import OPTIMIZERS, Optimizer
 from .plan import OPTIMIZER_GRIDS, OPTIMIZER_ROWS, NotChosen, Plan
-from .table import Difference, percent, runs, table
+from .scores import Difference, percent, table
+from .table import runs
 
 PAGE = "optimizer.md"
 BEGIN, END = "<!-- training, written by python -m experiments table -->\n", "\n<!-- end -->"

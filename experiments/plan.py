@@ -24,8 +24,17 @@ from .runner import Context, Experiment
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.config.experiment: experiment
     for experiment in (
-        CLASSIFICATION, NEIGHBOURS, PROXIES, INPAINTING, GAN, ATTACK, FILTERS, COST, TASK_CLIPPED, OPTIMIZED,
-    )  # fmt: skip
+        CLASSIFICATION,
+        NEIGHBOURS,
+        PROXIES,
+        INPAINTING,
+        GAN,
+        ATTACK,
+        FILTERS,
+        COST,
+        TASK_CLIPPED,
+        OPTIMIZED,
+    )
 }
 
 FRACTIONS = (0.1, 0.2, 0.4)

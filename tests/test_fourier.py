@@ -13,7 +13,7 @@ from oracle import Case, loss_and_grad
 from plans import chosen, fourier, problem
 from test_cpu_backend import capability_names, run_python
 
-from ocnn_fused import _extension, engine, explain, fused_orth_loss, fused_orth_loss_foreach, reference
+from ocnn_fused import engine, explain, fused_orth_loss, fused_orth_loss_foreach, reference
 from ocnn_fused import plan as planning
 from ocnn_fused.backends import cpu
 from ocnn_fused.backends import fourier as backend

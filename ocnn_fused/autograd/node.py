@@ -41,7 +41,7 @@ def orth_losses(
         return ops.orth_loss(weights, *flatten(problems, options)).view(shape)
     for operand in operands:
         if operand.with_grad:
-            return OrthNode.apply(executable, problems, operands, shape, None, 1.0, *weights)[0]  # type: ignore[no-untyped-call]
+            return OrthNode.apply(executable, problems, operands, shape, None, 1.0, *weights)[0]  # type: ignore[attr-defined]
     return executable(weights)[0].view(shape)
 
 
@@ -61,7 +61,7 @@ def orth_total(
         losses = ops.orth_loss(weights, *flatten(problems, options))
         return weighting.total(losses, factor), losses.detach()
     if any(operand.with_grad for operand in operands):
-        return OrthNode.apply(executable, problems, operands, (), weighting, factor, *weights)  # type: ignore[no-untyped-call]
+        return OrthNode.apply(executable, problems, operands, (), weighting, factor, *weights)  # type: ignore[attr-defined]
     losses = executable(weights)[0]
     return weighting.total(losses, factor), losses
 
@@ -107,7 +107,7 @@ class NodeContext(FunctionCtx):
     """What the node keeps until its backward."""
 
     call: tuple[Executable, tuple[Problem, ...], tuple[Operand, ...], Weighting | None, float]
-    grads: Sequence[Tensor] | None  # not a part of the graph: hooks do not see them; None once they were handed on
+    grads: list[Tensor] | None  # not a part of the graph: hooks do not see them; None once they were handed on
     saved_tensors: tuple[Tensor, ...]
 
 

@@ -24,8 +24,7 @@ from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import FunctionCtx
-from torch.autograd.function import _SingleLevelFunction as SingleLevelFunction
+from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
 from .. import ops, reference
 from ..backends.job import accumulation_dtype, losses_dtype
@@ -44,6 +43,9 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+#: What a Function is at one level: without what torch.autograd.Function does in Python for transforms.
+SingleLevelFunction = _SingleLevelFunction
 
 
 def only_autograd_looks(tensors: Sequence[Tensor]) -> bool:
@@ -131,9 +133,7 @@ class _OrthLoss(SingleLevelFunction):
         return None, None, *scaled
 
     @staticmethod
-    def jvp(
-        ctx: _LossContext, _with_grad: None, _flat: None, *tangents: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: _LossContext, _with_grad: None, _flat: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         dtype = losses_dtype([grad.dtype for grad in ctx.grads])
         along = [
             grad.new_zeros((), dtype=dtype) if tangent is None else torch.sum(grad * tangent, dtype=dtype)

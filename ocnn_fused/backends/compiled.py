@@ -103,7 +103,9 @@ class _Bucket:
             places=places,
         )
 
-    def run(self, weights: Sequence[Tensor], grads: Sequence[Tensor], losses: Tensor, epilogue: Epilogue | None) -> None:
+    def run(
+        self, weights: Sequence[Tensor], grads: Sequence[Tensor], losses: Tensor, epilogue: Epilogue | None
+    ) -> None:
         """Write the losses of this bucket's weights; write their gradients, or add them to the epilogue's targets."""
         targets: Sequence[Tensor] = () if epilogue is None or not self.operand.with_grad else epilogue.targets
         adds = bool(targets) and self._can_add(targets)
