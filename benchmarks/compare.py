@@ -6,7 +6,6 @@
     python benchmarks/compare.py --foreach --precisions   50 small layers; our backends and dtypes
     python benchmarks/compare.py --contenders all         also torch.compile, which takes seconds per layer to compile
     python benchmarks/compare.py --large-kernels          60 random layers with kernels of 6 to 1001 taps
-    python benchmarks/compare.py --panels                 the CPU backend's own products against the BLAS, nothing else
 
 Every contender's losses and gradients are compared with what it claims to compute, in float64, before it is timed.
 Rows are printed as they are measured; Ctrl-C keeps those that there are.
@@ -46,7 +45,6 @@ from contenders import (
 )
 from definitions import paper
 from harness import Harness, parser_of, run
-from panels import table as panels_table
 from record import Rows
 from shapes import NETWORK_RATIOS, NETWORKS, TARGETS, Layer, large_kernels
 from steps import DTYPES, Settings, expand, make_weights, module_of
@@ -382,7 +380,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--large-kernels", action="store_true", help="60 random layers with kernels of 6 to 1001 taps")
     parser.add_argument("--foreach", action="store_true", help="50 small layers in one call and one by one")
     parser.add_argument("--precisions", action="store_true", help="our backends by dtype")
-    parser.add_argument("--panels", action="store_true", help="compare panels with the BLAS instead (CPU only)")
     budget = "seconds: rows that would not fit are left out (default: 100 with --quick, else none)"
     parser.add_argument("--budget", type=float, help=budget)
     parser.add_argument("--loss-only", action="store_true", help="layers without their gradient")
@@ -390,8 +387,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     usual = "per layer (default: all but compiled)"
     parser.add_argument("--contenders", nargs="+", choices=every, default=list(USUAL), help=usual)
     options = parser.parse_args(arguments)
-    if options.panels and options.device != "cpu":
-        parser.error("--panels is about the CPU")
     options.layers = True
     if not any((options.network, options.shapes, options.large_kernels, options.foreach, options.precisions)):
         options.network, options.shapes = ["resnet34"], True
@@ -476,9 +471,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print and write; exits non-zero without reporting anything if a result is wrong."""
     options = parse(arguments)
     harness = Harness(COMMAND, options, gradient=not options.loss_only)
-    if options.panels:
-        print(f"\n{panels_table(layers_of(options), harness.settings, harness.effort, harness.timer)}")
-        return
     measure(harness, options)
     harness.report(tables, draw)
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -51,7 +51,6 @@ from tables import milliseconds
 from timing import EAGER, GRAPH, CpuTimer, CudaTimer, Effort, interleave, make_timer
 from torch import Tensor
 
-from ocnn_fused import _extension
 from ocnn_fused.plan import Plan
 
 LAYERS = (
@@ -612,30 +611,6 @@ def test_every_mode_of_the_timer_has_its_section(monkeypatch: pytest.MonkeyPatch
     kept = Rows(record.load(tmp_path, "compare"))
     assert kept.names("section") == ["shapes", "shapes, cuda graph"]
     assert TwoModes.prepared[EAGER] == TwoModes.prepared[GRAPH] == len(kept.where(section="shapes"))
-
-
-@pytest.mark.skipif(_extension.module is None, reason="the compiled backend is left out")
-def test_panels_and_the_blas_take_turns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    seen: list[bool] = []
-    fused = CONTENDERS[FUSED]
-
-    class Watched(contenders.Contender):
-        def step(self, weights: Sequence[Tensor], layers: Sequence[Layer], gradient: bool) -> Sequence[Tensor]:
-            seen.append(panels_allowed())
-            return fused.step(weights, layers, gradient)
-
-    monkeypatch.setattr(compare, "TARGETS", TARGETS[4:5])
-    monkeypatch.setitem(CONTENDERS, FUSED, Watched(FUSED, "", definitions.paper, fused.loss))
-    compare.main(["--panels", "--shapes", "--repeats", "1", "--threads", "1"])
-    assert set(seen) == {True, False}
-    assert "| 64x64x3x3 |" in capsys.readouterr().out
-    assert panels_allowed()
-
-
-def panels_allowed() -> bool:
-    """Whether panels are allowed now."""
-    _extension.module.use_panels(before := _extension.module.use_panels(True))
-    return before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
