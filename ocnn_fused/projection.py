@@ -319,7 +319,7 @@ def orthogonalize_(
     check_weight(weight)
     problem = problem_of(weight.shape, stride, dilation, groups, padding)
     options = options_of("auto", backend, None, None)
-    least, start = least_loss(problem), weight.detach().double()
+    least, start = least_loss(problem), weight.detach().to(torch.float64, copy=True)
     kernel = start.clone(memory_format=torch.contiguous_format)
     loss, steps, share = inf, 0, 0.25
 

@@ -159,8 +159,9 @@ def test_orthogonalize_reaches_the_least_loss(case: Case, at_most: int) -> None:
 
 def test_orthogonalize_stops_when_told() -> None:
     weight = Case((16, 16, 3, 3)).random()
-    before = fused_orth_loss(weight).item()
+    start, before = weight.clone(), fused_orth_loss(weight).item()
     result = orthogonalize_(weight, max_steps=5)
+    assert result.distance == pytest.approx((weight - start).norm().item())
     assert not result.reached
     assert result.steps < 40
     assert 1e-6 < result.loss < before
