@@ -4,7 +4,7 @@
 TORCH       ?= torch==2.13.0
 # The version this torch is released with. `make test TRITON=` goes without: it takes 700 MB of disk.
 TRITON      ?= triton==3.7.1
-# Versions of torch that `make dist` tries the wheel with.
+# What `make dist` tries the wheel with: versions of torch, or Pythons of environments with one.
 TORCHES     ?= $(TORCH)
 PYTHON      ?= $(shell command -v python3.11 || command -v python3)
 PYTEST_ARGS ?=
@@ -35,7 +35,7 @@ PIP    := $(PY) $(PIP_MODULE)
 BUILD_TOOLS := 'setuptools>=77.0.3' ninja pybind11
 EDITABLE := OCNN_FUSED_BUILD_EXTENSION=0 $(PIP) install --no-build-isolation --editable
 NATIVE := $(shell find csrc)
-CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.inl' -o -name '*.cu' -o -name '*.cuh')
+CLANG  := $(shell find csrc tests/cpu_host tests/cuda_host -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: install test test-quick test-avx2 test-torch integrations test-integrations test-zoo coverage bench bench-training \
     bench-smoke bench-check report peers experiments-smoke lint format sanitize gpu gpu-check \
@@ -182,7 +182,9 @@ gpu: $(STAMPS)/extension $(STAMPS)/test $(STAMPS)/bench
 cuda-build: $(STAMPS)/test
 	$(PY) tools/cuda_build.py --out build/cuda
 
-# The sdist and, from it, the wheel for this Python, which is tried with every torch of TORCHES in clean environments.
+# The sdist and, from it, the wheel for this Python, which is tried with every torch of TORCHES in clean environments. As
+# the wheels of a release it is without CUDA, unless OCNN_FUSED_CUDA=1.
+dist: export OCNN_FUSED_CUDA ?= 0
 dist:
 	rm -rf dist build/dist
 	$(PYTHON) -m venv build/dist/builder

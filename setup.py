@@ -230,7 +230,9 @@ def ninja_file(module: Path, compiler: Compiler, toolkit: Toolkit | None) -> str
 def compiled_files(cuda: bool) -> Iterator[tuple[str, Path, str, list[str]]]:
     """Rule, source, name of the object, and further flags of everything that is compiled."""
     csrc = ROOT / "csrc"
-    for source in sorted([*csrc.glob("*.cpp"), *csrc.glob("cpu/*.cpp"), *(csrc.glob("cuda/*.cu") if cuda else ())]):
+    sources = sorted([*csrc.glob("*.cpp"), *csrc.glob("cpu/*.cpp"), *(csrc.glob("cuda/*.cu") if cuda else ())])
+    # What takes longest comes first, so that no core is idle in the end.
+    for source in sorted(sources, key=lambda path: (path.suffix != ".cu", not path.match(STAGES))):
         name = source.relative_to(csrc).with_suffix("").as_posix()
         if source.suffix == ".cu":
             yield "nvcc", source, name, []
@@ -238,7 +240,8 @@ def compiled_files(cuda: bool) -> Iterator[tuple[str, Path, str, list[str]]]:
             for target in TARGETS:
                 yield "cxx", source, f"{name}.{target}", [f"-DOCNN_FUSED_TARGET={target}"]
         elif source.name == "bindings.cpp":
-            yield "cxx", source, name, python_includes() + ["-DOCNN_FUSED_WITH_CUDA"] * cuda
+            # -O1: nothing here takes time but compiling it.
+            yield "cxx", source, name, ["-O1", *python_includes()] + ["-DOCNN_FUSED_WITH_CUDA"] * cuda
         else:
             yield "cxx", source, name, []
 

@@ -1,10 +1,10 @@
 """What the ways to use OrthRegularizer cost on a CPU, interleaved in one process: ``python benchmarks/regularizer.py``.
 
 For a ResNet: the value with its gradient (``reg()``, backward), ``add_grad_`` into gradients that are there,
-``project_`` with and without its checks, and each with a free target; and the memory that ``add_grad_`` and
-``project_`` take. Then the host's part of ``reg()`` and ``add_grad_``: 36 convolutions of 1x1x3x3, as many as a
-ResNet-34 has, whose arithmetic takes next to nothing. Last what the Triton backend would allocate for a ResNet-34 on a
-GPU.
+``project_`` with and without its checks, with a free target, and with lambdas that are steered; and the memory that
+``add_grad_`` and ``project_`` take. Then the host's part of ``reg()`` and ``add_grad_``: 36 convolutions of 1x1x3x3, as
+many as a ResNet-34 has, whose arithmetic takes next to nothing. Last what the Triton backend would allocate for a
+ResNet-34 on a GPU.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def network_contestants(depths: tuple[int, ...]) -> dict[str, Callable[[], objec
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     made = {target: OrthRegularizer(model, target=target) for target in (1, "free")}  # type: ignore[arg-type]
-    reg, free = made[1], made["free"]
+    reg, free, steered = made[1], made["free"], OrthRegularizer(model, "auto")
     # So small a rate that the weights stay what they are for all of them; the arithmetic is the same.
     return {
         "add_grad_": reg.add_grad_,
@@ -68,6 +68,8 @@ def network_contestants(depths: tuple[int, ...]) -> dict[str, Callable[[], objec
         "project_, unchecked": lambda: reg.project_(rate=1e-6, safe=False),
         "add_grad_, free": free.add_grad_,
         "reg(), backward, free": lambda: free().backward(),
+        "add_grad_, auto": steered.add_grad_,
+        "reg(), backward, auto": lambda: steered().backward(),
     }
 
 
@@ -75,8 +77,14 @@ def host_contestants() -> dict[str, Callable[[], object]]:
     model = nn.Sequential(*(nn.Conv2d(1, 1, 3, bias=False) for _ in range(HOST_LAYERS)))
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    reg = OrthRegularizer(model, include=nn.Conv2d)
-    return {"reg()": reg, "reg(), backward": lambda: reg().backward(), "add_grad_": reg.add_grad_}
+    reg, steered = (OrthRegularizer(model, weight, include=nn.Conv2d) for weight in (0.01, "auto"))
+    return {
+        "reg()": reg,
+        "reg(), backward": lambda: reg().backward(),
+        "add_grad_": reg.add_grad_,
+        "reg(), auto": steered,
+        "add_grad_, auto": steered.add_grad_,
+    }
 
 
 def _peak(name: str, depths: tuple[int, ...], threads: int, has_gradients: bool) -> int:

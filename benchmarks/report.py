@@ -1,4 +1,5 @@
-"""``make report``: runs the commands and writes docs/benchmarks.md, docs/scale.md and README's tables from their rows.
+"""``make report``: runs the commands and writes docs/benchmarks.md, docs/scale.md and the tables of README and
+docs/optimizer.md from their rows.
 
     make report                                                  everything, into benchmarks/results and docs/
     python benchmarks/report.py                                  the pages alone, from the kept results
@@ -23,6 +24,7 @@ import compare
 import contention
 import latency
 import memory
+import optimizers
 import peers
 import promises
 import ranks
@@ -67,6 +69,11 @@ PARTS: dict[str, Part] = {
     "peers": Part("peers"),
     "contention": Part("contention", ("--quick",)),
     "latency": Part("latency"),
+    "optimizers": Part(
+        "optimizers", ("--only", "steps", "--network", "resnet18", "mobilenetv2", "convnext_t", "--quick")
+    ),
+    "optimizers34": Part("optimizers", ("--only", "steps", "--network", "resnet34", "--quick")),
+    "flatness": Part("optimizers", ("--only", "flatness")),
 }
 
 
@@ -289,6 +296,8 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
     texts = {docs / "benchmarks.md": page(kept, pictures), docs / "scale.md": scale_page(kept)}
     if docs == DOCS:
         texts[ROOT / "README.md"] = with_tables((ROOT / "README.md").read_text(), kept["compare"])
+        page_of_optimizers, measured = DOCS / "optimizer.md", Rows(load(results, optimizers.COMMAND))
+        texts[page_of_optimizers] = optimizers.with_tables(page_of_optimizers.read_text(), measured)
     for path, text in texts.items():
         path.write_text(text)
     return [*texts, *(path for drawn in pictures.values() for path in drawn)]

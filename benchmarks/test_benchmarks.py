@@ -31,6 +31,7 @@ import definitions
 import harness
 import latency
 import memory
+import optimizers
 import peers
 import promises
 import pytest
@@ -142,6 +143,39 @@ def test_command(benchmark: BenchmarkFixture, command: str, tmp_path: Path) -> N
     text = module.tables(rows)
     assert all(len({line.count("|") for line in table}) == 1 for table in _tables(text))
     assert all(path.stat().st_size > 10_000 for path in module.draw(rows, tmp_path / "figures"))
+
+
+def test_optimizers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Steps of every optimiser that is there, checked and timed, spectra, and the tables of the page."""
+    layers = (
+        Layer("conv", (32, 16, 3, 3)),
+        Layer("strided", (32, 32, 3, 3), 2),
+        Layer("deep", (16, 1, 3, 3), groups=16),
+    )
+    monkeypatch.setattr(optimizers, "MODELS", {"resnet18": layers})
+    monkeypatch.setattr(optimizers, "LAYERS", layers)
+    options = ["--network", "resnet18", "--repeats", "1", "--device", "cpu", "--threads", "1", "--out", str(tmp_path)]
+    optimizers.main(options)
+    rows = Rows(record.load(tmp_path, optimizers.COMMAND))
+    timed = rows.where(measure=optimizers.STEP).names("contender")
+    assert {optimizers.OPERATOR, optimizers.FLAT, "torch AdamW", "torch SGD"} <= set(timed)
+    text = (record.ROOT / "docs" / "optimizer.md").read_text()
+    written = optimizers.with_tables(text, rows)
+    assert "| resnet18" in written or not any(name.endswith("float32") for name in timed)
+    assert "| 32x32x3x3 /2" in written
+    assert optimizers.with_tables(written, rows) == written
+
+
+def test_a_muon_that_is_wrong_is_refused() -> None:
+    layers = (Layer("conv", (32, 16, 3, 3)),)
+    grads = optimizers.gradients(layers)
+    flat = next(one for one in optimizers.CONTENDERS if one.name == optimizers.FLAT)
+    one = optimizers.prepared(flat, layers, grads)
+    one.step()
+    optimizers.verify(one, layers, grads)
+    one.step()
+    with pytest.raises(WrongResultError, match="the update of 32x16x3x3 is off by"):
+        optimizers.verify(one, layers, [grads[0].flip(0)])
 
 
 def _tables(text: str) -> list[list[str]]:

@@ -3,7 +3,7 @@
 python -m experiments run classification method=ocnn weight=0.01 --data DATA    one run, compared with its line
 python -m experiments queue --data DATA      every run of the protocol that has no line yet, the most valuable first
 python -m experiments queue --smoke          every experiment in seconds, on tiny data unless --data is given
-python -m experiments table                  docs/replication.md and its figures, from the lines
+python -m experiments table                  docs/replication.md, its figures and docs/optimizer.md, from the lines
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import sys
 import tempfile
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from time import sleep
 
@@ -34,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     one.add_argument("experiment", choices=sorted(plan.EXPERIMENTS))
     one.add_argument("settings", nargs="*", help="name=value")
     queue = commands.add_parser("queue", help="all runs of the protocol")
+    help_ = "only the rows, lambda at each length of training, or the comparison of optimisers"
+    queue.add_argument("--part", choices=("all", "rows", "lengths", "optimizers"), default="all", help=help_)
     for command in (one, queue):
         command.add_argument("--data", type=Path, help="folder with the data sets, see experiments/data.py")
         help_ = "folder for checkpoints and caches; a file named stop in it ends the runs"
@@ -46,9 +48,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     table.add_argument("--out", type=Path, default=ROOT / "docs")
     options = parser.parse_args(arguments)
     if options.command == "table":
+        from . import optimizer_table
         from .table import write
 
-        write(plan.Plan(Context(Path(), options.work, options.results)), options.out)
+        runs = plan.Plan(Context(Path(), options.work, options.results))
+        write(runs, options.out)
+        optimizer_table.write(runs, options.out)
         return 0
     if options.data is None and not options.smoke:
         parser.error("--data must name the folder with the data sets; --smoke does without")
@@ -62,7 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             config = configured(plan.EXPERIMENTS[options.experiment].config, options.settings)
             print(run(config, context, plan.EXPERIMENTS).result)
             return 0
-        return _queue(plan.Plan(context))
+        runs = plan.Plan(context)
+        parts = {
+            "rows": runs.stages,
+            "lengths": runs.length_stages,
+            "optimizers": runs.optimizer_stages,
+            "all": runs.all_stages,
+        }
+        return _queue(parts[options.part], context)
     except Stopped as stopped:
         print(f"stopped; the same command continues (checkpoint {stopped})")
         return 3
@@ -71,9 +83,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _queue(runs: plan.Plan) -> int:
+def _queue(stages: Callable[[], Iterable[plan.Stage]], context: Context) -> int:
     """In the order of the plan; what waits for runs of another process is tried again after all the rest."""
-    while not all([_is_done(stage, runs.context) for stage in runs.stages()]):  # noqa: C419 - every stage, in turn
+    while not all([_is_done(stage, context) for stage in stages()]):  # noqa: C419 - every stage, in turn
         sleep(5)
     return 0
 
@@ -101,15 +113,16 @@ def _is_done(stage: plan.Stage, context: Context) -> bool:
 
 def _smoke(options: argparse.Namespace) -> int:
     """Everything, in a folder that is thrown away, and the table of it."""
-    from . import tiny
+    from . import optimizer_table, tiny
     from .table import write
 
     with tempfile.TemporaryDirectory() as folder:
         data = options.data or tiny.make(Path(folder) / "data")
         runs = plan.Plan(Context(data, Path(folder) / "work", Path(folder) / "results", progress=False), smoke=True)
-        _queue(runs)
+        _queue(runs.all_stages, runs.context)
         write(runs, Path(folder))
-        report = (Path(folder) / "replication.md").read_text()
+        optimizer_table.write(runs, Path(folder))
+        report = "".join((Path(folder) / name).read_text() for name in ("replication.md", optimizer_table.PAGE))
         if "not run yet" in report.lower():
             print(f"error: something was not run:\n{report}", file=sys.stderr)
             return 1

@@ -61,19 +61,29 @@ class ClassificationTask(Task):
         self.train = train.take(chosen[: round(config.fraction * len(train))])
         self.model = backbone(config.network, train.classes, config.width)
         self.regularization = Regularization(config.method, config.weight, self.model)
-        self.optimizer = torch.optim.SGD(
+        self.optimizer = self.make_optimizer()
+        self.losses: list[float] = []
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        config = self.config
+        return torch.optim.SGD(
             self.model.parameters(), config.rate, momentum=0.9, weight_decay=config.decay, nesterov=True
         )
-        self.losses: list[float] = []
+
+    def set_rates(self, unit: int) -> None:
+        set_rate(self.optimizer, self.config.rate * cosine(unit, self.config.steps))
 
     def advance(self, unit: int) -> None:
         config = self.config
         batch = self.train.take(batch_indices(config.seed, unit, len(self.train), config.batch))
         images = self.normalize(augmented(batch.images, config.size // 8))
-        set_rate(self.optimizer, config.rate * cosine(unit, config.steps))
+        self.set_rates(unit)
         loss = F.cross_entropy(self.model(images), batch.labels)
-        update(loss, self.model, self.optimizer, self.regularization)
+        self.update(loss)
         self.losses.append(loss.item())
+
+    def update(self, loss: Tensor) -> None:
+        update(loss, self.model, self.optimizer, self.regularization)
 
     def logits(self, images: Tensor) -> Tensor:
         self.model.eval()
@@ -91,11 +101,17 @@ class ClassificationTask(Task):
         }
 
     def state(self) -> State:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict(), "losses": self.losses}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "regularization": self.regularization.state_dict(),
+            "losses": self.losses,
+        }
 
     def load(self, state: State) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.regularization.load_state_dict(state["regularization"])
         self.losses = state["losses"]
 
     def keeps(self) -> dict[str, Tensor] | None:

@@ -83,8 +83,8 @@ class GanTask(Task):
         update(seen, generator, self.optimizers[0], self.regularizations[0])
         discriminator.zero_grad()
 
-    def parts(self) -> list[nn.Module | torch.optim.Optimizer]:
-        return [*self.models, *self.optimizers]
+    def parts(self) -> list[nn.Module | torch.optim.Optimizer | Regularization]:
+        return [*self.models, *self.optimizers, *self.regularizations]
 
     def state(self) -> State:
         return {str(index): part.state_dict() for index, part in enumerate(self.parts())}

@@ -90,11 +90,16 @@ class InpaintingTask(Task):
         update(wrong.sum() / (self.mask.sum() * len(self.picture)), self.model, self.optimizer, self.regularization)
 
     def state(self) -> State:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "regularization": self.regularization.state_dict(),
+        }
 
     def load(self, state: State) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.regularization.load_state_dict(state["regularization"])
 
     @torch.no_grad()
     def final(self) -> Tensor:

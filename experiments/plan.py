@@ -10,22 +10,34 @@ from typing import Any
 
 from .attack import ATTACK, Attack
 from .classification import CLASSIFICATION, Classification
-from .config import Config
+from .config import C, Config
 from .cost import COST, Cost
 from .filters import FILTERS, Filters
 from .gan import GAN, Gan
 from .inpainting import CHOOSING, GREY, INPAINTING, SAMPLE, TEXT, Inpainting
-from .methods import COMPARED, METHODS, Method
+from .lengths import CELLS, SEEDS, TASK_CLIPPED, TOLERANCE, Cell, runs_of
+from .methods import COMPARED, METHODS, STEERED, Method
+from .optimizers import OPTIMIZED, OPTIMIZERS, Optimized, Optimizer
 from .retrieval import NEIGHBOURS, PROXIES, Neighbours, Proxies
 from .runner import Context, Experiment
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.config.experiment: experiment
-    for experiment in (CLASSIFICATION, NEIGHBOURS, PROXIES, INPAINTING, GAN, ATTACK, FILTERS, COST)
+    for experiment in (
+        CLASSIFICATION,
+        NEIGHBOURS,
+        PROXIES,
+        INPAINTING,
+        GAN,
+        ATTACK,
+        FILTERS,
+        COST,
+        TASK_CLIPPED,
+        OPTIMIZED,
+    )
 }
 
 FRACTIONS = (0.1, 0.2, 0.4)
-SEEDS = (0, 1, 2)
 LATER = METHODS[len(COMPARED) :]
 #: With these seeds settings are chosen, unless a grid has seeds of its own.
 CHOOSING_SEEDS = (100, 101)
@@ -67,7 +79,7 @@ class Grid:
 
 
 GRIDS: dict[str, Grid] = {
-    "classification": Grid(
+    "classification": Grid(  # at 300 steps; superseded by experiments/lengths.py
         Classification(fraction=0.2, steps=300), lambda result: result["accuracy"],
         (0.0125, 0.0175, 0.025, 0.035, 0.05, 0.07, 0.1, 0.14, 0.2, 0.28, 0.4, 0.56, 0.8, 1.1), (0.1, 0.2), LAMBDAS,
     ),
@@ -85,6 +97,15 @@ GRIDS: dict[str, Grid] = {
         (5e-4, 1e-3, 2e-3, 4e-3, 8e-3, 1.6e-2), (1e-3, 4e-3), (3e-4, 3e-3, 3e-2),
     ),
 }  # fmt: skip
+
+
+#: Rates and decays of each optimiser's trials.
+OPTIMIZER_GRIDS: dict[Optimizer, tuple[tuple[float, ...], tuple[float, ...]]] = {
+    "sgd": ((0.05, 0.1, 0.2, 0.4), (5e-4, 3e-3, 1e-2)),
+    "adamw": ((1e-3, 2e-3, 4e-3, 8e-3), (0.01, 0.1, 0.5)),
+    "flatten": ((0.01, 0.02, 0.05, 0.1), (0.003, 0.03, 0.3)),
+    "operator": ((0.01, 0.02, 0.05, 0.1), (0.003, 0.03, 0.3)),
+}
 
 
 class NotChosen(Exception):
@@ -114,6 +135,13 @@ WIDE = Classification(network="wideresnet", width=16)
 FOLDERS = Classification(dataset="folders", network="resnet18-stem", width=16, size=64, steps=LONG)
 FEW = {fraction: Classification(fraction=fraction) for fraction in FRACTIONS}
 SWEPT = FEW[0.2]
+OPTIMIZER_TRIAL = Optimized(steps=600)
+OPTIMIZER_FINALISTS = 4  # settings that are tried with a second seed
+OPTIMIZER_ROWS = {
+    "ResNet-18, width 8": Optimized(steps=LONG),
+    "ResNet-18, width 16": Optimized(steps=LONG, width=16),
+    "ResNet-18, width 8, five times as long": Optimized(steps=LONGER),
+}
 
 
 @dataclass(frozen=True)
@@ -123,7 +151,7 @@ class Plan:
     context: Context
     smoke: bool = False
 
-    def sized(self, config: Config) -> Config:
+    def sized(self, config: C) -> C:
         return small(config) if self.smoke else config
 
     # -- choosing ------------------------------------------------------------------------------------------------------
@@ -155,7 +183,13 @@ class Plan:
         return {choice: mean(values) for choice, values in scores.items()}
 
     def chosen(self, experiment: str, method: Method) -> Choice:
-        """Rate and weight of the best trials; experiments without trials take those of classification."""
+        """Rate and weight of the best trials; experiments without trials take those of classification.
+
+        What is steered takes the rate chosen for the same loss with a fixed lambda.
+        """
+        if method in STEERED:
+            fixed: Method = "kernel" if method == "kernel-auto" else "ocnn"
+            return Choice(self.chosen(experiment, fixed).rate, TOLERANCE)
         scores = self.scores(experiment if experiment in GRIDS else "classification", method)
         return max(scores, key=lambda choice: scores[choice])
 
@@ -184,6 +218,81 @@ class Plan:
         base = replace(config, rate=self.chosen("classification", "ocnn").rate, seed=seed)
         swept = [replace(base, method="ocnn", weight=weight) for weight in lambdas]
         return [self.sized(one) for one in (base, *swept)]
+
+    def all_stages(self) -> Iterator[Stage]:
+        """Lambda at each length, the rows, and then the optimisers."""
+        yield from self.length_stages()
+        yield from self.stages()
+        yield from self.optimizer_stages()
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Of lambda at each length of training."""
+        return [Cell(self.sized(cell.config)) for cell in (CELLS[:1] if self.smoke else CELLS)]
+
+    def length_stages(self) -> Iterator[Stage]:
+        """Lambda at each length of training, in the order of :func:`lengths.runs_of`; then the other networks."""
+        seeds = SEEDS[:1] if self.smoke else SEEDS
+        for title, configs in runs_of(self.cells, seeds):
+            yield Stage(title, lambda configs=configs: configs)  # type: ignore[misc]
+        for title, row in (("Tiny-ImageNet", FOLDERS), ("WideResNet", WIDE)):
+            yield Stage(f"{title}, steered", lambda row=row: [  # type: ignore[misc]
+                self.run_of(row, method, seed) for seed in seeds for method in (*STEERED, *COMPARED)
+            ])  # fmt: skip
+
+    # -- optimisers ----------------------------------------------------------------------------------------------------
+
+    def optimizer_trials(self, optimizer: Optimizer) -> list[Optimized]:
+        """One for every pair of rate and decay, with the first of the choosing seeds."""
+        rates, decays = OPTIMIZER_GRIDS[optimizer]
+        trial = replace(OPTIMIZER_TRIAL, optimizer=optimizer, choosing=True, seed=CHOOSING_SEEDS[0])
+        settings = [replace(trial, rate=rate, decay=decay) for rate in rates for decay in decays]
+        return [self.sized(one) for one in settings[: 2 if self.smoke else None]]
+
+    def second_optimizer_trials(self, optimizer: Optimizer) -> list[Optimized]:
+        """The best of these once more, with the other seed."""
+        first = self.optimizer_trials(optimizer)
+        best = sorted(first, key=self._trial_score, reverse=True)[:OPTIMIZER_FINALISTS]
+        return [replace(trial, seed=CHOOSING_SEEDS[1]) for trial in best]
+
+    def _trial_score(self, trial: Optimized) -> float:
+        lines = self.context.lines("optimizers")
+        if trial.key not in lines:
+            raise NotChosen(f"{trial.optimizer}: {trial.command} was not run")
+        return float(lines[trial.key].result["accuracy"])
+
+    def optimizer_scores(self, optimizer: Optimizer) -> dict[tuple[float, float], float]:
+        """Mean score over both seeds, of the pairs of rate and decay that have both; NotChosen if one is missing."""
+        return {
+            (trial.rate, trial.decay): mean(self._trial_score(replace(trial, seed=seed)) for seed in CHOOSING_SEEDS)
+            for trial in self.second_optimizer_trials(optimizer)
+        }
+
+    def optimizer_run(self, config: Optimized, optimizer: Optimizer, seed: int) -> Optimized:
+        """A row's run with the rate and decay of the best trials."""
+        scores = self.optimizer_scores(optimizer)
+        rate, decay = max(scores, key=lambda setting: scores[setting])
+        return self.sized(replace(config, optimizer=optimizer, rate=rate, decay=decay, seed=seed))
+
+    def optimizer_stages(self) -> Iterator[Stage]:
+        """Choosing for all optimisers, then the rows, one seed of all of them after the other."""
+
+        def choosing(trials: Callable[[Optimizer], list[Optimized]]) -> Stage:
+            return Stage("choosing, optimisers", lambda: [one for optimizer in OPTIMIZERS for one in trials(optimizer)])
+
+        def runs(title: str, seeds: Sequence[int]) -> Stage:
+            return Stage(title, lambda: [
+                self.optimizer_run(OPTIMIZER_ROWS[title], optimizer, seed) for seed in seeds for optimizer in OPTIMIZERS
+            ])  # fmt: skip
+
+        yield choosing(self.optimizer_trials)
+        yield choosing(self.second_optimizer_trials)
+        short, wide, long = OPTIMIZER_ROWS
+        seeds = SEEDS[:1] if self.smoke else SEEDS
+        yield runs(short, seeds)
+        yield runs(wide, seeds)
+        for seed in seeds:
+            yield runs(long, (seed,))
 
     def stages(self) -> Iterator[Stage]:
         """All rows once with the four methods, most of them before what needs several seeds; then the rest."""
@@ -254,7 +363,7 @@ _SMALL = {
 }  # fmt: skip
 
 
-def small(config: Config) -> Config:
+def small(config: C) -> C:
     """The same run, as small as it can be."""
     names = {field.name for field in fields(config)}
     changes: dict[str, Any] = {name: value for name, value in _SMALL.items() if name in names}

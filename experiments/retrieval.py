@@ -139,11 +139,16 @@ class ProxiesTask(Task):
         update(self.model.loss(images, batch.labels), self.model, self.optimizer, self.regularization)
 
     def state(self) -> State:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "regularization": self.regularization.state_dict(),
+        }
 
     def load(self, state: State) -> None:
         self.model.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
+        self.regularization.load_state_dict(state["regularization"])
 
     def result(self) -> dict[str, Any]:
         self.model.eval()

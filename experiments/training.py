@@ -65,10 +65,22 @@ def cosine(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / warm) * (1 + cos(pi * step / steps)) / 2
 
 
-def update(loss: Tensor, model: nn.Module, optimizer: torch.optim.Optimizer, regularization: Regularization) -> None:
-    """One optimiser step of the task's loss and what the method adds to it."""
-    (loss + regularization.loss()).backward()
+def update(
+    loss: Tensor,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    regularization: Regularization,
+    clips_all: bool = True,
+) -> None:
+    """One optimiser step of the task's loss and what the method adds to it.
+
+    ``clips_all``: the gradient of both is cut to the largest norm; else that of the task alone.
+    """
+    penalty = regularization.loss()
+    (loss + penalty if clips_all else loss).backward()
     nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+    if not clips_all and penalty.requires_grad:
+        penalty.backward()
     optimizer.step()
     optimizer.zero_grad()
     regularization.after_step()

@@ -1,6 +1,6 @@
 """Orthogonality loss of convolutions and its gradient, fused and exact."""
 
-from . import init, reference
+from . import init, optim, reference
 from ._version import __version__
 from .functional import explain, fused_orth_loss, fused_orth_loss_foreach, kernel_orth_loss, tune
 from .projection import orthogonalize_
@@ -14,6 +14,7 @@ __all__ = [
     "fused_orth_loss_foreach",
     "init",
     "kernel_orth_loss",
+    "optim",
     "orthogonalize_",
     "reference",
     "schedules",

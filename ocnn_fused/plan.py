@@ -261,6 +261,23 @@ def polyphase_channels(problem: Problem) -> int:
     return problem.channels * prod(axis.residues for axis in axes_of(problem))
 
 
+def tap_pairs(problem: Problem) -> int:
+    """Number of pairs of taps ``(u, v)`` of a channel that meet at any of the kept lags."""
+    return prod(
+        sum(axis.taps - abs(lag) * axis.step for lag in range(-axis.lags, axis.lags + 1)) for axis in axes_of(problem)
+    )
+
+
+def lag_count(problem: Problem) -> int:
+    """Number of lags that are kept, 0 and both signs of the others among them; 1 where the layer is a plain matrix."""
+    return prod(2 * axis.lags + 1 for axis in axes_of(problem))
+
+
+def overlaps(problem: Problem) -> int:
+    """Placements of the kernel, at most, that touch one input pixel."""
+    return prod(-(-axis.taps // axis.step) for axis in axes_of(problem))
+
+
 def least_loss(problem: Problem) -> float:
     """Least value of the loss over all weights of this shape.
 

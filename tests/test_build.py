@@ -201,7 +201,7 @@ SOURCES = {
     "bindings.cpp": '#include "plan.h"\n',
     "cpu/sharing.cpp": "",
     "cpu/stages.cpp": '#include "stages.h"\n',
-    "cpu/stages.h": '#include "../plan.h"\nnamespace OCNN_FUSED_TARGET {}\n',
+    "cpu/stages.h": '#include "../plan.h"\n',
 }
 
 #: Notes what it compiles, then compiles it.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +18,30 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from experiments import plan, tiny
+from experiments import optimizer_table, plan, tiny
 from experiments.__main__ import main
 from experiments.attack import Attack
 from experiments.classification import Classification
-from experiments.config import Config, configured
+from experiments.config import Config, Line, configured
 from experiments.filters import Filters
 from experiments.gan import Gan
 from experiments.inpainting import Inpainting
+from experiments.lengths import CELLS, SEEDS, TaskClipped, runs_of
+from experiments.lengths_table import Found, against_best, against_plain, lengths
 from experiments.methods import METHODS, Method, Regularization
 from experiments.networks import backbone
-from experiments.plan import CHOOSING_SEEDS, COMPARED, EXPERIMENTS, GRIDS, SEEDS, Plan, small
+from experiments.optimizers import OPTIMIZERS, Optimized
+from experiments.plan import (
+    CHOOSING_SEEDS,
+    COMPARED,
+    EXPERIMENTS,
+    GRIDS,
+    OPTIMIZER_FINALISTS,
+    OPTIMIZER_GRIDS,
+    OPTIMIZER_ROWS,
+    Plan,
+    small,
+)
 from experiments.retrieval import Neighbours, Proxies
 from experiments.runner import RESULTS, Context, Stopped, run
 from experiments.table import Difference, Section, percent, results
@@ -181,16 +194,22 @@ class StopAfter:
 RESUMED: list[Config] = [
     Classification(method="ocnn", weight=0.1, fraction=0.5),
     Classification(method="projection", weight=0.1),
+    Classification(method="ocnn-auto", weight=1.0),
+    TaskClipped(method="kernel-auto", weight=0.5),
     Inpainting(method="srip", weight=1e-3),
     Gan(method="ocnn-free", weight=0.01),
+    Gan(method="ocnn-auto", weight=1.0),
     Proxies(method="kernel", weight=0.01, base_weight=0.1),
     Neighbours(method="ocnn", weight=0.1),
     Attack(images=8),
     Filters(),
+    *(Optimized(optimizer=optimizer, rate=0.01) for optimizer in OPTIMIZERS),
 ]
 
 
-@pytest.mark.parametrize("config", RESUMED, ids=lambda config: f"{config.experiment}-{config.method}")
+@pytest.mark.parametrize(
+    "config", RESUMED, ids=lambda config: f"{config.experiment}-{getattr(config, 'optimizer', config.method)}"
+)
 def test_interrupted_runs_give_the_same_bits(config: Config, data: Path, tmp_path: Path) -> None:
     config = small(config)
     if hasattr(config, "steps"):
@@ -296,6 +315,82 @@ def test_missing_data_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "--data must name the folder" in capsys.readouterr().err
 
 
+# -- lambda at each length ---------------------------------------------------------------------------------------------
+
+
+def test_steered_methods_steer() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(4, 6, 3, bias=False)
+    for method, kind in (("ocnn-auto", "conv"), ("kernel-auto", "kernel")):
+        regularization = Regularization(method, 0.5, model)
+        assert regularization.regularizer is not None
+        assert regularization.regularizer.method == kind
+        assert regularization.regularizer.tolerance == 0.5
+        regularization.loss()
+        saved = regularization.state_dict()
+        other = Regularization(method, 0.5, model)
+        assert other.state_dict()["lambda"] != saved["lambda"]
+        other.load_state_dict(saved)
+        assert other.state_dict()["lambda"] == saved["lambda"]
+
+
+def test_the_tasks_gradient_alone_is_clipped(data: Path, tmp_path: Path) -> None:
+    """With a penalty beyond all measure the weights move as far as it says, or no farther than the norm allows."""
+    moved = []
+    for kind in (Classification, TaskClipped):
+        config = replace(small(kind(method="ocnn", weight=1e4, rate=1e-6)), steps=1)
+        task = EXPERIMENTS[config.experiment].start(config, context(data, tmp_path))
+        before = [weight.detach().clone() for weight in task.model.parameters()]
+        task.advance(0)
+        pairs = zip(task.model.parameters(), before, strict=True)
+        moved.append(float(torch.stack([(after - old).norm() for after, old in pairs]).norm().detach()))
+    assert moved[0] == pytest.approx(5 * 1.9e-6, rel=0.05)  # Nesterov's first step is 1.9 times the rate
+    assert moved[1] > 10 * moved[0]
+
+
+def test_the_runs_that_decide_come_first() -> None:
+    stages = list(runs_of(CELLS, SEEDS))
+    first = [(config.steps, config.method) for _, configs in stages[:3] for config in configs]
+    assert {steps for steps, _ in first} == {600, 1200, 6000}
+    assert {method for _, method in first} == {"plain", "ocnn", "ocnn-auto"}
+    every = [config for _, configs in stages for config in configs]
+    assert len({config.key for config in every}) == len(CELLS) * 3 * 16 + 9
+    assert all(config.rate == 0.1 and not config.choosing for config in every)
+
+
+def test_verdicts(data: Path, tmp_path: Path) -> None:
+    """By hand: differences of 1, 2, 3 have the standard error 0.577 and the half interval 2.48."""
+    assert against_plain(None) == against_plain(Difference([1.0, 2.0])) == "needs three seeds"
+    assert against_plain(Difference([1.0, 2.0, 3.0])) == "not below"
+    assert against_plain(Difference([2.0, 3.0, 4.0])) == "**above**"
+    assert against_plain(Difference([-2.0, -3.0, -4.0])) == "**BELOW**"
+    assert against_best(Difference([-0.5, 0.5, -1.0]), True) == "yes"
+    assert against_best(Difference([-1.0, -2.0, -3.0]), True) == "**NO**"
+    assert against_best(Difference([1.0, 2.0, 3.0]), False) == "grid not complete"
+    assert against_best(Difference([1.0]), True) == "needs three seeds"
+
+    place = context(data, tmp_path)
+    assert lengths(CELLS, place) == ["Not run yet."]
+    cell, accuracies = CELLS[0], {"plain": 0.3, "ocnn": 0.31, "ocnn-auto": 0.33}
+    place.results.mkdir()
+    lines = []
+    for seed in SEEDS:
+        for config in cell.runs(("plain", "ocnn", "ocnn-auto"), seed):
+            accuracy = accuracies[config.method] + 0.01 * seed * (config.method != "plain")
+            accuracy += 0.005 * (config.weight == 0.001)  # the best of the grid
+            lines.append({"experiment": "classification", "key": config.key, "config": {}, "torch": "",
+                          "result": {"accuracy": accuracy}, "timing": {}, "command": config.command})  # fmt: skip
+    (place.results / "classification.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    found = Found(cell, place)
+    assert found.best("ocnn") == 0.001
+    assert found.is_complete("ocnn")
+    text = "\n".join(lengths(CELLS, place))
+    assert (
+        "| 30.00 (3) | 32.50 (3, 0.001) | 34.00 (3) | +4.00 ± 0.58 (3) | **above** | +1.50 ± 0.00 (3) | yes |" in text
+    )
+    assert "width 8, 100% of the labels, 1200 steps" in text[text.index("Not run yet: ") :]
+
+
 # -- plan and table ----------------------------------------------------------------------------------------------------
 
 
@@ -328,6 +423,60 @@ def test_choice_takes_the_best_trial(tmp_path: Path, data: Path) -> None:
     assert chosen(0.2, 0.1, 0.2, 0.4) == 1  # the mean over the seeds decides
     assert chosen(0.2, 0.1, 0.2, 0.2) == 0
     assert chosen(0.2, 0.9, 0.2, float("nan")) == 0  # a training that exploded never wins
+
+
+def made_up(config: Optimized, accuracy: float) -> Line:
+    result = {"accuracy": accuracy, "curve": [{"step": 600, "accuracy": accuracy / 2}]}
+    timing = {"training_seconds": 60.0, "curve_seconds": [30.0], "processor_seconds": 61.0}
+    return Line("optimizers", config.key, asdict(config), result, timing, "torch", config.command)
+
+
+def test_optimizers_are_chosen_by_two_seeds_of_the_best(tmp_path: Path) -> None:
+    place = Context(Path(), Path(), tmp_path)
+    runs = Plan(place)
+    assert len({len(runs.optimizer_trials(optimizer)) for optimizer in OPTIMIZERS}) == 1
+    with pytest.raises(plan.NotChosen, match=r"sgd: python -m experiments run optimizers rate=0\.05 seed=100"):
+        runs.second_optimizer_trials("sgd")
+    for number, trial in enumerate(runs.optimizer_trials("sgd")):
+        place.append(made_up(trial, 0.1 + 0.01 * number))
+    second = runs.second_optimizer_trials("sgd")
+    assert len(second) == OPTIMIZER_FINALISTS
+    assert [(trial.rate, trial.decay) for trial in second] == [(0.4, 1e-2), (0.4, 3e-3), (0.4, 5e-4), (0.2, 1e-2)]
+    assert all(trial.choosing and trial.seed == CHOOSING_SEEDS[1] for trial in second)
+    for trial, accuracy in zip(second, (0.1, 0.1, 0.3, 0.1), strict=True):
+        place.append(made_up(trial, accuracy))
+    config = next(iter(OPTIMIZER_ROWS.values()))
+    chosen = runs.optimizer_run(config, "sgd", 2)
+    assert (chosen.rate, chosen.decay, chosen.seed, chosen.choosing) == (0.4, 5e-4, 2, False)
+    assert set(OPTIMIZER_GRIDS) == set(OPTIMIZERS)
+
+
+def test_the_optimizers_part_of_the_page(tmp_path: Path) -> None:
+    place = Context(Path(), Path(), tmp_path / "results")
+    runs, page = Plan(place), tmp_path / optimizer_table.PAGE
+    page.write_text(f"before\n\n{optimizer_table.BEGIN}{optimizer_table.END}\n\nafter\n")
+    optimizer_table.write(runs, tmp_path)
+    empty = page.read_text()
+    assert empty.count("Not run yet.") == len(OPTIMIZERS) + len(OPTIMIZER_ROWS)
+    for optimizer, best in zip(OPTIMIZERS, (0.2, 0.3, 0.4, 0.5), strict=True):
+        for trial in runs.optimizer_trials(optimizer):
+            place.append(made_up(trial, 0.1))
+        for trial in runs.second_optimizer_trials(optimizer):
+            place.append(made_up(trial, 0.1))
+        for seed in SEEDS:
+            config = runs.optimizer_run(next(iter(OPTIMIZER_ROWS.values())), optimizer, seed)
+            place.append(made_up(config, best + 0.01 * seed))
+    optimizer_table.write(runs, tmp_path)
+    text = page.read_text()
+    assert "| operator | 51.00 (3) | +30.00 ± 0.00 (3) | +10.00 ± 0.00 (3) | 50.0 | +0% |" in text
+    assert "| adamw | 15.5 (30 s) |" in text
+    assert text.startswith("before")
+    assert text.endswith("after\n")
+    optimizer_table.write(runs, tmp_path)
+    assert page.read_text() == text
+    page.write_text("nothing")
+    with pytest.raises(ValueError, match=r"must have the line <!-- training"):
+        optimizer_table.write(runs, tmp_path)
 
 
 def test_differences_are_paired() -> None:

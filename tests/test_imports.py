@@ -28,7 +28,7 @@ ROOMS = [
     ("functional",),
     ("projection", "spectrum"),
     ("regularizer",),
-    ("integrations", "info", "init"),
+    ("integrations", "info", "init", "optim"),
     ("check", "plot", "report"),
     ("__main__",),
     ("",),  # the package's __init__
@@ -159,6 +159,6 @@ def test_hops_of_a_warm_call(requires_grad: bool) -> None:
     files = [call.partition(".")[0] for call in calls]
     ours = ["functional", "problem", "node", "node", "transforms", "compiled", "compiled"]
     if requires_grad:  # one Function, with what torch's own class calls in Python
-        assert files == [*ours[:-2], "function", "_utils", "node", *ours[-2:], "function", "function"], calls
+        assert files == [*ours[:-2], "node", "function", "function", *ours[-2:]], calls
     else:
         assert files == ours, calls

@@ -1,4 +1,4 @@
-"""The compiled code as a library: every header stands alone, nothing of torch is included, machines get what they have."""
+"""The compiled code as a library: headers stand alone, nothing of torch is included, every machine can run it."""
 
 from __future__ import annotations
 

@@ -15,10 +15,11 @@ from plans import plan_named
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from ocnn_fused import engine, fused_orth_loss, fused_orth_loss_foreach, ops
+from ocnn_fused import OrthRegularizer, engine, fused_orth_loss, fused_orth_loss_foreach, ops
 from ocnn_fused.backends import device as devices
 from ocnn_fused.backends import job
 from ocnn_fused.backends.pytorch import _Executor
+from ocnn_fused.optim import Muon
 
 _aten = torch.ops.aten
 
@@ -55,10 +56,48 @@ def test_plans_in_pytorch_do_not_wait(case: Case, name: str, with_grad: bool) ->
         execute(weight, with_grad)
 
 
+@pytest.mark.parametrize("mode", ["operator", "flatten", "per_tap"])
+def test_orthogonal_updates_do_not_wait(mode: str) -> None:
+    """Nor does a whole step of the optimiser, whose auxiliary part is torch's own."""
+    cases = [Case((6, 4, 3, 3)), Case((8, 1, 3, 3), groups=8), Case((8, 16))]
+    weights = [case.random().requires_grad_() for case in cases]
+    groups = [{"params": [weight], "groups": case.groups} for weight, case in zip(weights, cases, strict=True)]
+    optimizer = Muon(groups, mode=mode, backend="torch", weight_decay=0.1)  # type: ignore[arg-type]
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with NoSynchronisation():
+        optimizer.step()
+
+
 def test_waiting_is_seen() -> None:
     for wait in (lambda x: x[x > 0], lambda x: x.sum().item(), lambda x: bool((x > 0).all())):
         with pytest.raises(AssertionError, match="waits for the device"), NoSynchronisation():
             wait(torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"target": "free"}, {"method": {"0": "srip"}}, {"normalize": "excess"}], ids=str
+)
+@pytest.mark.parametrize("direct", [True, False])
+def test_steering_does_not_wait(options: dict[str, Any], direct: bool) -> None:
+    """From the first call on, and where lambdas, excesses and the state are asked for; only printing waits."""
+    model = torch.nn.Sequential(torch.nn.Conv2d(4, 6, 3), torch.nn.Conv2d(6, 8, 3, 2)).requires_grad_()
+    reg = OrthRegularizer(model, {"0": "auto", "1": "auto"}, backend="torch", **options)
+    reg._warned.add("growth")  # to notice an explosion a CPU looks at its numbers, where a GPU sends them on
+    before = reg.state_dict()["lambda"]
+    with NoSynchronisation():
+        for _ in range(2):
+            if direct:
+                reg.add_grad_()
+            else:
+                reg().backward()
+            for parameter in model.parameters():
+                parameter.data.mul_(0.9)
+        state = reg.state_dict()
+        reg.per_layer("lambda")
+        reg.per_layer("excess")
+    assert all(state["lambda"][name] != value for name, value in before.items())
 
 
 def test_default_device_moves_no_table() -> None:

@@ -86,7 +86,7 @@ def test_one_default_lambda() -> None:
     assert str(Settings().weight) == default
     assert f"weight: Weight = {default}," in read("ocnn_fused/integrations/lightning.py")
     assert f"OrthRegularizer(model, weight={default}, " in read("README.md")
-    assert f"Start with the default, {default}," in read("docs/training.md")
+    assert f"The default of `OrthRegularizer` is {default}." in " ".join(read("docs/training.md").split())
     texts = [path.read_text() for path in (ROOT / "examples").glob("*.py")]
     found = [value for text in texts for value in re.findall(r'"--weights?", type=float,.* default=\[?([\d.]+)', text)]
     assert set(found) == {default}

@@ -506,6 +506,59 @@ def a_rank_that_has_no_more_data() -> None:
                 assert_same(gradients(model), alone(1 if index else world))
 
 
+def train_steered(model: nn.Module, parts: list[int], way: str, compiled: bool = False) -> OrthRegularizer:
+    """Some steps with lambdas that are steered, on the mean of the task over some parts."""
+    reg = OrthRegularizer(model, {"0": "auto", "2": "auto", "*": 0.02}, tolerance=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+
+    def loss() -> Tensor:
+        value = sum(task(model, part) for part in parts) / len(parts)
+        return value + reg() if way == "loss" else value
+
+    run_loss = torch.compile(loss, backend="eager") if compiled else loss
+    for _ in range(6):
+        optimizer.zero_grad()
+        if way == "before":
+            reg.add_grad_(shard=True)
+        run_loss().backward()
+        if way == "after":
+            reg.add_grad_()
+        optimizer.step()
+    return reg
+
+
+@check
+def steered_lambdas_are_those_of_one_process() -> None:
+    """Bit for bit on every rank, whoever computes a layer, and those of one process that sees all data."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    for way, compiled in (("loss", False), ("before", False), ("after", False), ("loss", True)):
+        reg = train_steered(parallel(), [rank], way, compiled)
+        alone = train_steered(network(), [*range(world)], "after" if way == "before" else way)
+        for state in ("lambda", "excess"):
+            found = torch.stack([*reg.state_dict()[state].values()])
+            everyone = [torch.empty_like(found) for _ in range(world)]
+            dist.all_gather(everyone, found)
+            assert all(torch.equal(found, one) for one in everyone), (way, compiled, state)
+            expected = torch.stack([*alone.state_dict()[state].values()])
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=0)
+        assert len(found) == 2
+        assert 0.01 not in reg.state_dict()["lambda"].values()
+
+
+@check
+def steered_lambdas_of_pieces() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = network()
+    for index in (0, 2, 4):
+        fully_shard(model[index])
+    fully_shard(model)
+    alone = train_steered(network(), [*range(world)], "loss").state_dict()["lambda"]
+    for name, value in train_steered(model, [rank], "loss").state_dict()["lambda"].items():
+        torch.testing.assert_close(value, alone[name], rtol=1e-9, atol=0)
+
+
 def run(rank: int, world: int, folder: str) -> None:
     """Every check, in the same order on all ranks; rank 0 writes down what each rank says."""
     torch.set_num_threads(1)

@@ -41,7 +41,7 @@ def orth_losses(
         return ops.orth_loss(weights, *flatten(problems, options)).view(shape)
     for operand in operands:
         if operand.with_grad:
-            return OrthNode.apply(executable, problems, operands, shape, None, 1.0, *weights)[0]  # type: ignore[no-untyped-call]
+            return OrthNode.apply(executable, problems, operands, shape, None, 1.0, *weights)[0]  # type: ignore[attr-defined]
     return executable(weights)[0].view(shape)
 
 
@@ -61,7 +61,7 @@ def orth_total(
         losses = ops.orth_loss(weights, *flatten(problems, options))
         return weighting.total(losses, factor), losses.detach()
     if any(operand.with_grad for operand in operands):
-        return OrthNode.apply(executable, problems, operands, (), weighting, factor, *weights)  # type: ignore[no-untyped-call]
+        return OrthNode.apply(executable, problems, operands, (), weighting, factor, *weights)  # type: ignore[attr-defined]
     losses = executable(weights)[0]
     return weighting.total(losses, factor), losses
 
@@ -106,16 +106,13 @@ def _prepared(
 class NodeContext(FunctionCtx):
     """What the node keeps until its backward."""
 
-    problems: tuple[Problem, ...]
-    wanted: list[bool]  # which weights need a gradient
+    call: tuple[Executable, tuple[Problem, ...], tuple[Operand, ...], Weighting | None, float]
     grads: list[Tensor] | None  # not a part of the graph: hooks do not see them; None once they were handed on
-    executable: Executable | None  # and the factors that are in the gradients, if there are any
-    factors: Tensor | None
     saved_tensors: tuple[Tensor, ...]
 
 
-class OrthNode(torch.autograd.Function):
-    """``(losses, losses)``, or with a weighting ``(total, losses)``; only the first is differentiable."""
+class OrthNode(transforms.SingleLevelFunction):  # no transform is active: ops.py serves these
+    """``(losses,)``, or with a weighting ``(total, losses)``, of which only the total is differentiable."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -128,50 +125,47 @@ class OrthNode(torch.autograd.Function):
         factor: float,
         *weights: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.executable, ctx.problems, ctx.factors = executable, problems, None
-        ctx.wanted = wanted = []
-        for operand in operands:
-            wanted.append(operand.with_grad)
+        ctx.call = executable, problems, operands, weighting, factor
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*weights)
         if weighting is None:
             losses, ctx.grads = executable(weights)
             return (losses.view(shape),)
         losses, ctx.grads = executable(weights, Epilogue(weighting.factors, factor))
-        ctx.factors = weighting.factors * factor
         ctx.mark_non_differentiable(losses)
         return weighting.total(losses, factor), losses
 
     @staticmethod
     def backward(ctx: NodeContext, scale: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *(None,) * 6, *scaled_grads(ctx, scale)
+        """The gradient of each weight times ``scale``, which is one number for all, or one for each."""
+        weights, grads = ctx.saved_tensors, ctx.grads  # raises if the weights have changed, or the graph is freed
+        executable, problems, operands, weighting, factor = ctx.call
+        if scale is None or grads is None:
+            return (None,) * (_ARGUMENTS + len(weights))
+        if torch.is_grad_enabled():  # a graph of this very backward is wanted
+            if weighting is not None:  # without the factors, gradients are functions of the weights
+                grads = executable(weights)[1]
+                scale = scale * (weighting.factors * factor)
+            grads = _scaled(ops.orth_grad(weights, grads, *flatten_problems(problems)), scale)
+        elif transforms.graph_is_kept() or transforms.is_batched(scale):
+            grads = _scaled(grads, scale)
+        else:  # nobody asks again
+            ctx.grads = None
+            if scale.dim():
+                torch._foreach_mul_(grads, list(scale.unbind()))
+            elif not transforms.is_known_to_be_one(scale):
+                torch._foreach_mul_(grads, scale)
+        results: list[Tensor | None] = [None] * _ARGUMENTS
+        for grad, operand in zip(grads, operands, strict=True):
+            results.append(grad if operand.with_grad else None)
+        return tuple(results)
 
 
-def scaled_grads(ctx: NodeContext, scale: Tensor | None) -> list[Tensor | None]:
-    """The gradient of each weight times ``scale``, which is one number for all, or one for each."""
-    weights, grads = ctx.saved_tensors, ctx.grads  # raises if the weights have changed, or the graph is freed
-    results: list[Tensor | None] = [None] * len(weights)
-    if scale is None or grads is None:
-        return results
-    places = [place for place, wanted in enumerate(ctx.wanted) if wanted]
-    recorded = torch.is_grad_enabled()  # a graph of this very backward is wanted
-    if recorded:
-        if ctx.factors is not None:  # without the factors, gradients are functions of the weights
-            assert ctx.executable is not None
-            grads = ctx.executable(weights)[1]
-            scale = scale * ctx.factors
-        grads = ops.orth_grad(weights, grads, *flatten_problems(ctx.problems))
-    scales = scale.unbind() if scale.dim() else (scale,) * len(weights)
-    chosen = [grads[place] for place in places]
-    if recorded or transforms.is_batched(scale) or transforms.graph_is_kept():
-        # The scales are 0-dim, so they do not promote the gradients' dtype.
-        chosen = [grad * scales[place] for grad, place in zip(chosen, places, strict=True)]
-    else:  # nobody asks again
-        ctx.grads = None
-        if scale.dim():
-            torch._foreach_mul_(chosen, [scales[place] for place in places])
-        elif not transforms.is_known_to_be_one(scale):
-            torch._foreach_mul_(chosen, scale)
-    for place, grad in zip(places, chosen, strict=True):
-        results[place] = grad
-    return results
+#: Arguments of the node before the weights.
+_ARGUMENTS = 6
+
+
+def _scaled(grads: Sequence[Tensor], scale: Tensor) -> list[Tensor]:
+    # The scales are 0-dim, so they do not promote the gradients' dtype.
+    scales = scale.unbind() if scale.dim() else (scale,) * len(grads)
+    return [grad * one for grad, one in zip(grads, scales, strict=True)]

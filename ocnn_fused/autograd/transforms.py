@@ -13,6 +13,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
@@ -38,6 +44,9 @@ if TYPE_CHECKING:
 
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
+#: What a Function is at one level: without what torch.autograd.Function does in Python for transforms.
+SingleLevelFunction = _SingleLevelFunction
+
 
 def only_autograd_looks(tensors: Sequence[Tensor]) -> bool:
     """Whether these are plain tensors on a CPU or a GPU, and no mode, tracer, transform or forward differentiation
@@ -46,11 +55,11 @@ def only_autograd_looks(tensors: Sequence[Tensor]) -> bool:
         if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
             return False
     return not (
-        tensors[0].device.type not in ("cpu", "cuda")
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._is_tracing()
-        or torch._C._are_functorch_transforms_active()
+        not (tensor.is_cpu or tensor.is_cuda)
+        or _len_torch_dispatch_stack()
+        or _len_torch_function_stack()
+        or _is_tracing()
+        or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
 
@@ -74,7 +83,7 @@ def graph_is_kept() -> bool:
 
 def is_known_to_be_one(scale: Tensor) -> bool:
     """Whether a scale is one, as it is where the loss itself is differentiated; looked up only where nothing waits."""
-    return scale.device.type == "cpu" and only_autograd_looks([scale]) and scale.item() == 1
+    return scale.is_cpu and only_autograd_looks((scale,)) and scale.item() == 1
 
 
 # Each Function is the derivative at one level: the ops in its forward pass lead to the next one.
@@ -94,7 +103,7 @@ class _LossContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class _OrthLoss(_SingleLevelFunction):
+class _OrthLoss(SingleLevelFunction):
     """``losses, *grads = orth_loss_and_grad(weights)``; the gradients count as constants."""
 
     @staticmethod
@@ -124,9 +133,7 @@ class _OrthLoss(_SingleLevelFunction):
         return None, None, *scaled
 
     @staticmethod
-    def jvp(
-        ctx: _LossContext, _with_grad: None, _flat: None, *tangents: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def jvp(ctx: _LossContext, _with_grad: None, _flat: None, *tangents: Tensor | None) -> tuple[Tensor | None, ...]:
         dtype = losses_dtype([grad.dtype for grad in ctx.grads])
         along = [
             grad.new_zeros((), dtype=dtype) if tangent is None else torch.sum(grad * tangent, dtype=dtype)
@@ -141,7 +148,7 @@ class _GradContext(FunctionCtx):
     saved_tensors: tuple[Tensor, ...]
 
 
-class _OrthGrad(_SingleLevelFunction):
+class _OrthGrad(SingleLevelFunction):
     """Known gradients as functions of the weights; the Hessian is symmetric, so both directions are one formula."""
 
     @staticmethod

@@ -41,16 +41,20 @@ def prepare(jobs: Sequence[Job[AnyPlan]], device: torch.device, options: Options
     members: dict[tuple[AnyPlan, Operand, tuple[int, ...]], list[int]] = {}
     for place, job in enumerate(jobs):
         members.setdefault((job.plan, job.operand, job.problem.shape), []).append(place)
-    return _Call([_Bucket(*key, places, device) for key, places in members.items()], jobs, device)
+    dtype = losses_dtype([job.operand.dtype for job in jobs])
+    buckets = [_Bucket(*key, places, device, dtype) for key, places in members.items()]
+    return _Call(buckets, [job.operand.with_grad for job in jobs], dtype, device)
 
 
 class _Call:
     """All weights of a call, bucket by bucket."""
 
-    def __init__(self, buckets: Sequence[_Bucket], jobs: Sequence[Job[AnyPlan]], device: torch.device) -> None:
+    def __init__(
+        self, buckets: Sequence[_Bucket], wanted: Sequence[bool], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.buckets = buckets
-        self.wanted = [job.operand.with_grad for job in jobs]
-        self.dtype = losses_dtype([job.operand.dtype for job in jobs])
+        self.wanted = wanted
+        self.dtype = dtype  # of the losses
         self.device = device
 
     # Plain loops in what every call goes through: each comprehension would cost a call.
@@ -71,8 +75,15 @@ class _Bucket:
     """Weights of one plan and memory layout, at some places of a list."""
 
     def __init__(
-        self, plan: AnyPlan, operand: Operand, shape: tuple[int, ...], places: list[int], device: torch.device
+        self,
+        plan: AnyPlan,
+        operand: Operand,
+        shape: tuple[int, ...],
+        places: list[int],
+        device: torch.device,
+        losses_dtype: torch.dtype,
     ) -> None:
+        self.wide = losses_dtype == torch.float64
         self.places = places
         self.operand = operand
         self.shape = torch.Size(shape)
@@ -92,7 +103,9 @@ class _Bucket:
             places=places,
         )
 
-    def run(self, weights: Sequence[Tensor], grads: Sequence[Tensor], losses: Tensor, epilogue: Epilogue | None) -> None:
+    def run(
+        self, weights: Sequence[Tensor], grads: Sequence[Tensor], losses: Tensor, epilogue: Epilogue | None
+    ) -> None:
         """Write the losses of this bucket's weights; write their gradients, or add them to the epilogue's targets."""
         targets: Sequence[Tensor] = () if epilogue is None or not self.operand.with_grad else epilogue.targets
         adds = bool(targets) and self._can_add(targets)
@@ -104,28 +117,22 @@ class _Bucket:
                 written.append(apart[-1].data_ptr())
             elif self.operand.with_grad:
                 written.append((targets or grads)[place].data_ptr())
-        arguments: dict[str, Any] = {
-            "weights": read,
-            "grads": written,
-            "adds": adds,
-            "losses": losses.data_ptr(),
-            "wide": losses.dtype == torch.float64,
-            "factors": 0 if epilogue is None else epilogue.factors.data_ptr(),
-            "factor": 1.0 if epilogue is None else epilogue.factor,
-            "per_target": epilogue is not None and epilogue.per_target,
-        }
+        factors, factor, per_target = 0, 1.0, False
+        if epilogue is not None:
+            factors, factor, per_target = epilogue.factors.data_ptr(), epilogue.factor, epilogue.per_target
+        # By position: eleven names would cost a microsecond.
+        arguments = read, written, adds, losses.data_ptr(), self.wide, factors, factor, per_target
         shown = torch.profiler.record_function(_RANGE) if profiler._is_profiler_enabled else None
         if shown is not None:
             shown.__enter__()
         if self.device.type == "cuda":
-            _run_on_cuda(self.native, self.device, arguments)
+            _run_on_cuda(self.native, self.operand.with_grad, self.device, arguments)
         else:
             # Out of its place meanwhile, because a signal handler may call us in between.
             workspace, _of_thread.workspace = _of_thread.workspace, None
             if workspace is None:
                 workspace = torch.empty(0, dtype=torch.uint8, device="cpu")
-            run = self.native.run
-            while needed := run(**arguments, workspace=workspace.data_ptr(), workspace_bytes=workspace.nbytes):
+            while needed := self.native.run(*arguments, workspace.data_ptr(), workspace.nbytes):
                 workspace = torch.empty(needed, dtype=torch.uint8, device="cpu")
             _of_thread.workspace = workspace if workspace.nbytes <= _MOST_KEPT else None
         if shown is not None:
@@ -145,16 +152,12 @@ class _Bucket:
         )
 
 
-def _run_on_cuda(native: Any, device: torch.device, arguments: dict[str, Any]) -> None:
+def _run_on_cuda(native: Any, with_grad: bool, device: torch.device, arguments: tuple[Any, ...]) -> None:
     """On the current stream, which nothing waits for."""
     with torch.cuda.device(device):
-        needed = native.cuda_workspace_bytes(bool(arguments["grads"]))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        blas = torch.cuda.current_blas_handle()
+        needed = native.cuda_workspace_bytes(with_grad)
         while needed:
             workspace = torch.empty(needed, dtype=torch.uint8, device=device)
-            needed = native.run_cuda(
-                **arguments,
-                workspace=workspace.data_ptr(),
-                workspace_bytes=workspace.nbytes,
-                stream=torch.cuda.current_stream(device).cuda_stream,
-                blas=torch.cuda.current_blas_handle(),
-            )
+            needed = native.run_cuda(*arguments, workspace.data_ptr(), workspace.nbytes, stream, blas)

@@ -110,7 +110,8 @@ def joined(parts: Sequence[tuple[Sequence[int], Executable]], device: torch.devi
     used = [part for part in parts if part[0]]
     if len(used) == 1:
         return used[0][1]
-    order = sorted(range(sum(len(places) for places, _ in used)), key=[p for places, _ in used for p in places].__getitem__)
+    place_of = [place for places, _ in used for place in places]  # of each loss, one part after the other
+    order = sorted(range(len(place_of)), key=place_of.__getitem__)
     positions = beside_all_graphs(device, lambda: torch.tensor(order, device=device))
     return partial(_run_parts, used, positions)
 
@@ -122,7 +123,7 @@ def _run_parts(
     weights: Sequence[Tensor],
     epilogue: Epilogue | None = None,
 ) -> LossesAndGrads:
-    """Results of all parts in the order of the weights; ``positions`` of their losses, one part after the other."""
+    """Results of all parts in the order of the weights, which is that of ``positions`` in the parts' losses."""
     losses, grads = [], list(weights)
     for places, execute in parts:
         own = None if epilogue is None else epilogue.of(places)

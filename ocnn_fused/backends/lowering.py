@@ -291,13 +291,9 @@ def _lower_fourier(plan: FourierPlan, dtype: torch.dtype) -> Lowered:
             *_turns(_from_middle(taps)[: (taps + 1) // 2], _from_middle(2 * taps - 1)[:taps], 2 * taps - 1, dtype)
         )
         of_plan = plan.axes[axis]
-        axes.append(
-            native.FourierPlanAxis(axis=axis, taps=of_plan.taps, step=of_plan.step, cosine=cosine, sine=sine)
-        )
+        axes.append(native.FourierPlanAxis(axis=axis, taps=of_plan.taps, step=of_plan.step, cosine=cosine, sine=sine))
     taps, of_plan = plan.class_taps[last], plan.axes[last]
-    axes.append(
-        native.FourierPlanAxis(axis=last, taps=of_plan.taps, step=of_plan.step, cosine=_NOWHERE, sine=_NOWHERE)
-    )
+    axes.append(native.FourierPlanAxis(axis=last, taps=of_plan.taps, step=of_plan.step, cosine=_NOWHERE, sine=_NOWHERE))
     frequencies = 2 * torch.arange(taps, device="cpu", dtype=torch.int32)
     positions = []
     for back in (False, True):
@@ -346,4 +342,3 @@ def _turns(
 def _padded(matrix: Tensor) -> Tensor:
     """Rows of whole vectors."""
     return torch.nn.functional.pad(matrix, (0, -matrix.shape[1] % _LANES))
-

@@ -35,7 +35,8 @@ class OrthCallback(Callback):
         log_layers: log each layer's as ``orth/<layer>`` too.
         **options: anything else that :class:`OrthRegularizer` takes. Names are those of the LightningModule's layers.
 
-    The callback's state in a checkpoint is the regulariser's step count, so schedules go on where they were.
+    The callback's state in a checkpoint is the regulariser's: schedules, and lambdas that are steered, go on where they
+    were.
     """
 
     def __init__(self, weight: Weight = 0.01, *, log: bool = True, log_layers: bool = False, **options: Any) -> None:

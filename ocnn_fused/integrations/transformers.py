@@ -32,7 +32,8 @@ class OrthTrainerMixin:
         orth: what :class:`OrthRegularizer` takes besides the model, for instance ``{"weight": 0.01}``.
         orth_log_layers: log each layer's loss as ``orth/<layer>``, besides their sum ``orth/loss``.
 
-    Schedules and ``every`` go by the Trainer's own step count, which it saves and restores.
+    Schedules and ``every`` go by the Trainer's own step count, which it saves and restores. Lambdas that are steered
+    (``"weight": "auto"``) begin anew in a training that is resumed.
     """
 
     def __init__(

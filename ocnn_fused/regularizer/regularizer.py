@@ -29,9 +29,10 @@ from .distributed import (
     sharing_group,
     sharing_pays,
 )
-from .selection import Bundle, Layer, Selection, by_columns
+from .selection import Bundle, Found, Layer, Selection, by_columns
 from .settings import Method, Selector, Settings, Weight, check_positive
 from .srip import srip_loss
+from .steering import Known
 from .table import describe
 
 __all__ = ["OrthRegularizer"]
@@ -60,9 +61,12 @@ class OrthRegularizer:
 
     Args:
         model: the model, also wrapped in DataParallel, DistributedDataParallel, AveragedModel or ``torch.compile``.
-        weight: lambda; a float, a callable of (name, module), or a mapping from name patterns to floats (the first
-            pattern that matches counts, a layer that none matches is left out). A layer of weight 0 is not computed.
-            The default is the paper's for ImageNet, and stays finite at a learning rate of 0.1 with momentum.
+        weight: lambda; a float or "auto", a callable of (name, module) that returns one, or a mapping from name
+            patterns to them (the first pattern that matches counts, a layer that none matches is left out). A layer of
+            weight 0 is not computed. The default is the paper's for ImageNet, and stays finite at a learning rate of
+            0.1 with momentum. With "auto" each layer has a lambda of its own, which is steered after every call until
+            the layer is as near to orthogonal as ``tolerance`` says. It needs no counting of steps, and a call at
+            unchanged weights moves nothing. ``squared=False`` and ``normalize="numel"`` do not go with it.
         include: which layers: a name or name pattern (fnmatch), a module type, a predicate of (name, module), or
             several of these. Default: every convolution with more than 3 input channels, no Linear.
         exclude: which layers not, in the same terms.
@@ -76,7 +80,7 @@ class OrthRegularizer:
             that its shape allows (see ``print(reg)``), in :meth:`per_layer` too, so that layers can be compared; the
             gradient is the same.
         schedule: a callable from the step number to a factor of the weight, see :mod:`ocnn_fused.schedules`. Steps are
-            counted by :meth:`step`.
+            counted by :meth:`step`. A lambda that is steered makes up for a factor that stays below 1.
         every: apply the loss at each n-th step only, n times as strong; in between ``reg()`` is zero. Needs
             :meth:`step` too.
         shard: under DistributedDataParallel, compute on each rank its share of the layers times the world size; the
@@ -92,6 +96,9 @@ class OrthRegularizer:
             shape ``(M, C/groups, k1..kn)``, with the module's ``stride``, ``dilation`` and ``groups``, or 1; the type
             need not be a convolution.
         target, part: as for :func:`fused_orth_loss`. ``target="free"`` leaves the scale of each group to training.
+        tolerance: how far from orthogonal a layer may be whose weight is "auto": its loss above the least value that
+            its shape allows, as a multiple of what random filters of length 1 have on average. 1 keeps the spread of
+            the singular values at that of a random start; 0.1 asks for a tenth of the loss.
 
     Example::
 
@@ -135,13 +142,16 @@ class OrthRegularizer:
         weight_of: Mapping[type, Callable[[Any], Tensor]] | None = None,
         target: Target = 1,
         part: Part = "all",
+        tolerance: float = 1.0,
     ) -> None:
         self._warned: set[str] = set()
         self._steps = self._calls = self._updates = 0
         self._version: int | None = None
+        self._known: Known = {}
+        self._seen = None
         settings = Settings(
             weight, include, exclude, method, squared, normalize, schedule, every, shard, preset,
-            backend, precision, launch, power_iterations, weight_of, target, part,
+            backend, precision, launch, power_iterations, weight_of, target, part, tolerance,
         )  # fmt: skip
         self._use(model, settings)
 
@@ -158,17 +168,19 @@ class OrthRegularizer:
         rank, world = self._rank_and_world(weights)
         share = selection.share(rank, world) if self._applies else ()
         total: Tensor | None = None
+        found: list[Found] = []
         for bundle in selection.bundles(share):
-            value = self._value(bundle, weights, world, selection.is_fully_sharded)
+            value = self._value(bundle, weights, world, selection.is_fully_sharded, found)
             value = value.to(selection.zero.device, selection.zero.dtype)  # the same on every rank
             total = value if total is None else total + value
+        self._steer(selection, found, world, torch.is_grad_enabled())
         total = selection.zero.clone() if total is None else total
         if not is_data_parallel(self.model):
             return total
         others = [weight for index, weight in enumerate(weights) if weight.requires_grad and index not in share]
         return announce(total, others)
 
-    def _value(self, bundle: Bundle, weights: list[Tensor], world: int, in_pieces: bool) -> Tensor:
+    def _value(self, bundle: Bundle, weights: list[Tensor], world: int, in_pieces: bool, found: list[Found]) -> Tensor:
         """The weighted sum over the layers of one bundle, times the number of ranks that share the layers.
 
         ``in_pieces``: FSDP takes a gradient as soon as its module's backward is done, before that of the one node is.
@@ -183,23 +195,33 @@ class OrthRegularizer:
         else:
             losses = self._losses(bundle, chosen)
             value = bundle.weighting.total(losses, self._factor)
-        self._watch(bundle, chosen, losses)
+        self._note(found, bundle, losses, chosen)
         return value if world == 1 else value * world
 
-    def per_layer(self) -> dict[str, Tensor]:
+    def per_layer(self, what: Literal["loss", "excess", "lambda"] = "loss") -> dict[str, Tensor]:
         """Detached loss of every layer at its current weight, by name: unweighted 0-dim tensors, nothing synchronised.
 
         Computed anew, loss only, all layers on every rank. Ready for a logger:
         ``log({f"orth/{name}": loss for name, loss in reg.per_layer().items()})``.
+
+        ``what="excess"`` gives how far every layer is from orthogonal instead: 0 is orthogonal, 1 as far as random
+        filters of length 1 are on average (see ``tolerance``). ``what="lambda"`` gives the lambdas of the next call,
+        without the schedule's factor, and computes nothing.
         """
+        check_choice("what", what, ("loss", "excess", "lambda"))
+        if what == "excess" and not self._settings.squared:
+            raise ValueError("what='excess' needs squared=True: it is measured by the squared loss")
         values: dict[int, Tensor] = {}
         with torch.enable_grad():  # parametrize.cached() keeps what is computed here for the model
             selection, weights = self._look()
+        if what == "lambda":
+            return selection.lambda_values()
         with torch.no_grad():
             for bundle in selection.bundles(selection.everything):
-                losses = self._losses(bundle, _chosen(bundle, weights))
-                counted = bundle.weighting.counted(losses).to(losses.dtype)
-                values.update(zip(bundle.indices, counted.unbind(), strict=True))
+                chosen = _chosen(bundle, weights)
+                losses = self._losses(bundle, chosen)
+                measured = bundle.constant.counted(losses) if what == "loss" else bundle.yardstick(losses, chosen)
+                values.update(zip(bundle.indices, measured.to(losses.dtype).unbind(), strict=True))
         return {layer.name: values[index] for index, layer in enumerate(selection.layers)}
 
     def add_grad_(self, scale: float | Tensor = 1.0, *, shard: bool = False) -> None:
@@ -223,14 +245,18 @@ class OrthRegularizer:
         wanted = [index for index in selection.share(rank, world) if weights[index].requires_grad]
         direct = tuple(index for index in wanted if selection.is_direct(index, weights[index]))
         through_graph = tuple(sorted(set(wanted) - set(direct)))
+        found: list[Found] = []
         with torch.no_grad():
             for bundle in selection.bundles(direct):
-                self._add_direct(bundle, weights, self._factor * world, scale)
+                self._add_direct(bundle, weights, self._factor * world, scale, found)
             for bundle in selection.bundles(through_graph):
                 leaves = dict.fromkeys(leaf for index in bundle.indices for leaf in selection.trained_sources(index))
-                self._add_through_graph(bundle, weights, list(leaves), self._factor * world, scale)
+                self._add_through_graph(bundle, weights, list(leaves), self._factor * world, scale, found)
+        self._steer(selection, found, world)
 
-    def _add_direct(self, bundle: Bundle, weights: list[Tensor], factor: float, scale: float | Tensor) -> None:
+    def _add_direct(
+        self, bundle: Bundle, weights: list[Tensor], factor: float, scale: float | Tensor, found: list[Found]
+    ) -> None:
         parameters = [weights[index] for index in bundle.indices]
         targets = _gradients_of(parameters)
         factors = bundle.weighting.factors
@@ -244,19 +270,25 @@ class OrthRegularizer:
         if not squared:  # d||R|| = d||R||^2 / (2 ||R||), which is known only when all of R is
             for target, grad, loss in zip(targets, grads, losses, strict=True):
                 target.add_(grad * torch.where(loss > 0, 0.5 * loss.rsqrt(), 0.0))
-        self._watch(bundle, parameters, losses)
+        self._note(found, bundle, losses, parameters)
 
     def _add_through_graph(
-        self, bundle: Bundle, weights: list[Tensor], leaves: list[Tensor], factor: float, scale: float | Tensor
+        self,
+        bundle: Bundle,
+        weights: list[Tensor],
+        leaves: list[Tensor],
+        factor: float,
+        scale: float | Tensor,
+        found: list[Found],
     ) -> None:
         with torch.enable_grad():
             chosen = _chosen(bundle, weights)
             losses = self._losses(bundle, chosen)
             value = bundle.weighting.total(losses, factor)
-        self._watch(bundle, chosen, losses)
-        found = torch.autograd.grad(value, leaves, allow_unused=True)
+        self._note(found, bundle, losses, chosen)
+        gradients = torch.autograd.grad(value, leaves, allow_unused=True)
         meshes: dict[Any, list[tuple[Tensor, Tensor]]] = {}  # what is computed together must lie on one, or on none
-        for leaf, grad in zip(leaves, found, strict=True):
+        for leaf, grad in zip(leaves, gradients, strict=True):
             if grad is not None:
                 meshes.setdefault(getattr(leaf, "device_mesh", None), []).append((leaf, grad))
         for used in meshes.values():
@@ -380,20 +412,41 @@ class OrthRegularizer:
         self._steps = steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The step count, and the schedule's own state if it has one. Weights are the model's business."""
+        """The step count, the schedule's own state if it has one, and lambdas that are steered.
+
+        Weights are the model's business.
+        """
         save = getattr(self._settings.schedule, "state_dict", None)
-        return {"steps": self._steps, "schedule": save() if save is not None else None}
+        state = {"steps": self._steps, "schedule": save() if save is not None else None}
+        known = self._known if self._seen is None else self._seen.known()
+        if known:
+            state["lambda"] = {name: value for name, (value, _) in known.items()}
+            state["excess"] = {name: excess for name, (_, excess) in known.items()}  # at the last call
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        if set(state) != {"steps", "schedule"}:
-            raise ValueError(f"state must have the keys 'steps' and 'schedule', got {sorted(state)}")
+        """Continue where :meth:`state_dict` was taken. Without lambdas in it, steered ones stay as they are."""
+        if set(state) - {"lambda", "excess"} != {"steps", "schedule"} or ("lambda" in state) != ("excess" in state):
+            raise ValueError(
+                "state must have the keys 'steps' and 'schedule', with steered lambdas 'lambda' and 'excess' too, "
+                f"got {sorted(state)}"
+            )
+        selection = self._seen or self._look()[0]
+        names = state.get("lambda", {}).keys()
+        if names and names != selection.known().keys() and not selection.waiting:
+            raise ValueError(
+                f"state has lambdas of the layers {', '.join(names)}, but those that this regularizer steers are "
+                f"{', '.join(selection.known()) or '(none)'}"
+            )
         if state["schedule"] is not None:
             load = getattr(self._settings.schedule, "load_state_dict", None)
             if load is None:
                 raise ValueError(f"state has a schedule, but this regularizer's is {self._settings.schedule!r}")
             load(state["schedule"])
         self._count(int(state["steps"]))
+        loaded = {name: (state["lambda"][name], state["excess"][name]) for name in names}
+        self._known = {**self._known, **loaded}
+        selection.load(loaded)
 
     # -- for people ----------------------------------------------------------------------------------------------------
 
@@ -440,12 +493,13 @@ class OrthRegularizer:
         Changes of the model and of this object's attributes are noticed without it. It is for when a predicate or a
         callable weight judges anew, and for looking outside a ``torch.compile(fullgraph=True)`` that is traced again.
         """
-        self._seen = None
+        self._known, self._seen = self._known_now(), None
         self._look()
 
     def __repr__(self) -> str:
         weight, method = self._settings.weight, self._settings.method
-        text = f"{weight:g}" if is_number(weight) else type(weight).__name__
+        shown = repr(weight) if isinstance(weight, str) else type(weight).__name__
+        text = f"{weight:g}" if is_number(weight) else shown
         return f"OrthRegularizer({type(modules.unwrap(self.model)).__name__}, weight={text}, method={method!r})"
 
     def __str__(self) -> str:
@@ -480,7 +534,11 @@ class OrthRegularizer:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r} to set{hint}{declare}")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_seen": None}
+        return {**self.__dict__, "_seen": None, "_known": self._known_now()}
+
+    def _known_now(self) -> Known:
+        """What is to be kept of steered lambdas; of layers that are gone, or not there yet, as it was."""
+        return self._known if self._seen is None else {**self._known, **self._seen.known()}
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -491,8 +549,11 @@ class OrthRegularizer:
         model = modules.uncompiled(model)
         settings.check_patterns([name for name, _ in modules.named_layers(modules.unwrap(model), settings.other_kinds)])
         factor = settings.factor_at(self._steps)
-        seen = Selection(model, settings)
-        self.__dict__.update(model=model, _settings=settings, _factor=factor, _applies=factor != 0, _seen=seen)
+        known = self._known_now()
+        seen = Selection(model, settings, known)
+        self.__dict__.update(
+            model=model, _settings=settings, _factor=factor, _applies=factor != 0, _seen=seen, _known=known
+        )
         self._warn_once(seen)
 
     def _rank_and_world(self, weights: list[Tensor]) -> tuple[int, int]:
@@ -519,21 +580,32 @@ class OrthRegularizer:
             )
         return losses
 
-    def _watch(self, bundle: Bundle, chosen: Sequence[Tensor], losses: Tensor) -> None:
-        """Say once that losses explode or are not finite; ``chosen`` is what they were computed of."""
-        if "growth" in self._warned or not bundle.watch.is_due(bundle.weighting.factors.device):
+    def _note(self, found: list[Found], bundle: Bundle, losses: Tensor, chosen: Sequence[Tensor]) -> None:
+        """Add what a call has found to its list, and say once that losses explode or are not finite.
+
+        ``losses`` are counted from 0; ``chosen`` is what they were computed of.
+        """
+        found.append((bundle, losses, chosen))
+        if "growth" in self._warned or not bundle.watch.is_due(bundle.constant.factors.device):
             return
         said = bundle.watch.see(losses, chosen)
         if said:
             self._warned.add("growth")
             warn(said)
 
+    def _steer(self, selection: Selection, found: list[Found], world: int, trains: bool = True) -> None:
+        """Let the lambdas that are steered learn from a call, unless it is no step of a training."""
+        if not (selection.lambdas and self._applies and trains) or torch._C._are_functorch_transforms_active():
+            return
+        selection.steer(found, sharing_group(self.model, self._settings.shard) if world > 1 else None)
+
     def _look(self) -> tuple[Selection, list[Tensor]]:
         """The layers of the model as it is now, found anew only if something changed, and their weights."""
         weights = None if self._seen is None else self._seen.current_weights()
         if weights is not None:
             return self._seen, weights  # type: ignore[return-value]
-        self._seen = Selection(self.model, self._settings)
+        self._known = self._known_now()
+        self._seen = Selection(self.model, self._settings, self._known)
         self._warn_once(self._seen)
         return self._seen, self._seen.weights()
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod, sqrt
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import engine, modules
@@ -19,7 +20,8 @@ from ..problem import OFF_DIAGONAL, Options, Problem, problem_of
 from ..projection import Past
 from .distributed import balanced_shares, under_fully_shard
 from .presets import paper_resnet
-from .settings import Method, Selector, Settings, matches
+from .settings import Lambda, Method, Selector, Settings, matches
+from .steering import START, Known, Lambdas, Yardstick
 from .watch import Watch
 
 #: Layers are compared by what they would cost a CPU, so that ranks with other devices agree on the shares.
@@ -32,7 +34,7 @@ class Layer:
 
     name: str
     module: nn.Module
-    weight: float  # lambda of this layer
+    weight: float  # lambda of this layer; where it is steered, of the first call
     method: Method
     squared: bool
     problem: Problem
@@ -40,6 +42,7 @@ class Layer:
     device: torch.device
     read: Callable[[Any], Tensor]  # gives the module's weight at the moment of the call
     note: str = ""
+    tolerance: float | None = None  # None: lambda is constant
 
     @property
     def sources(self) -> tuple[Tensor, ...]:
@@ -94,15 +97,31 @@ class Bundle:
     options: Options
     groups: tuple[int, ...]
     turned: tuple[bool, ...]
-    weighting: Weighting
+    constant: Weighting
     watch: Watch
+    yardstick: Yardstick
+    lambdas: Lambdas | None  # of these layers and others, if any is steered
+    places: Tensor | None  # of these layers among them, if these are not all
+
+    @property
+    def weighting(self) -> Weighting:
+        """As it is now; what is steered later does not change it."""
+        if self.lambdas is None:
+            return self.constant
+        values = self.lambdas.values
+        return Weighting(values.clone() if self.places is None else values[self.places], self.constant.least)
+
+
+#: What a call has found out about the layers of a bundle: their losses and what these were computed of.
+Found = tuple[Bundle, Tensor, Sequence[Tensor]]
 
 
 class Selection:
     """The regularised layers of a model at one moment, and everything that follows from them."""
 
     @torch.inference_mode(False)  # what is kept must serve in training too
-    def __init__(self, model: nn.Module, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Settings, known: Known | None = None) -> None:
+        """``known``: of lambdas that are steered, from an earlier selection or a checkpoint."""
         model = modules.unwrap(model)
         self._settings = settings
         self._bundles: dict[tuple[int, ...], list[Bundle]] = {}
@@ -112,6 +131,7 @@ class Selection:
         #: Names of layers that will be regularised as soon as their weights hold numbers.
         self.waiting = [modules.label(name) for name, module, read in self._unusable if _holds_nothing(module, read)]
         self.everything = tuple(range(len(self.layers)))
+        self.lambdas = self._steered(known or {})
         # What there is at a step, or on a rank, with nothing to compute. A leaf: reg().backward() always works.
         device = self.layers[0].device if self.layers else None
         self.zero = torch.zeros((), dtype=_sum_dtype(self.layers), device=device, requires_grad=True)
@@ -221,6 +241,45 @@ class Selection:
             self._bundles[indices] = [self._bundle(tuple(members), srip) for (_, srip), members in kinds.items()]
         return self._bundles[indices]
 
+    def _steered(self, known: Known) -> dict[torch.device, Lambdas]:
+        """The lambdas by device, if any is steered."""
+        if all(layer.tolerance is None for layer in self.layers):
+            return {}
+        devices = dict.fromkeys(layer.device for layer in self.layers)
+        return {
+            device: Lambdas([layer for layer in self.layers if layer.device == device], self._settings.every, known)
+            for device in devices
+        }
+
+    def lambda_values(self) -> dict[str, Tensor]:
+        """The layers' lambdas as they are now, 0-dim, by name."""
+        steered = self.known()
+        return {
+            layer.name: steered[layer.name][0]
+            if layer.name in steered
+            else torch.tensor(layer.weight, dtype=torch.float64, device=layer.device)
+            for layer in self.layers
+        }
+
+    def known(self) -> Known:
+        """All that is to be kept of steered lambdas, by the layers' names."""
+        return {name: state for lambdas in self.lambdas.values() for name, state in lambdas.known().items()}
+
+    def load(self, known: Known) -> None:
+        """Take over lambdas that are steered."""
+        for lambdas in self.lambdas.values():
+            lambdas.load(known)
+
+    def steer(self, found: Sequence[Found], group: dist.ProcessGroup | None) -> None:
+        """Move the lambdas by what a call has found; with ``group`` each of its processes has found a part of it."""
+        for lambdas in self.lambdas.values():
+            parts = [
+                (bundle.places, bundle.yardstick(losses, weights))
+                for bundle, losses, weights in found
+                if bundle.lambdas is lambdas
+            ]
+            lambdas.learn(lambdas.gathered(parts, group))
+
     @torch.inference_mode(False)
     def _bundle(self, indices: tuple[int, ...], srip: bool) -> Bundle:
         layers = [self.layers[index] for index in indices]
@@ -238,7 +297,14 @@ class Selection:
             least = factors.new_tensor([layer.floor if squared else sqrt(layer.floor) for layer in layers])
         at_zero = [layer.problem.shape[0] if squared else sqrt(layer.problem.shape[0]) for layer in layers]
         watch = Watch([layer.name for layer in layers], at_zero)
-        return Bundle(indices, problems, self._settings.options, groups, turned, Weighting(factors, least), watch)
+        lambdas = self.lambdas.get(layers[0].device)
+        places = None
+        if lambdas is not None and lambdas.names != [layer.name for layer in layers]:
+            places = torch.tensor([lambdas.names.index(layer.name) for layer in layers], device=layers[0].device)
+        return Bundle(
+            indices, problems, self._settings.options, groups, turned, Weighting(factors, least), watch,
+            Yardstick.of(layers), lambdas, places,
+        )  # fmt: skip
 
 
 def chosen_layers(
@@ -323,7 +389,7 @@ def _choose(model: nn.Module, settings: Settings) -> tuple[list[Layer], dict[str
             left_out[name] = str(error)
             unusable.append((name, module, read))
             continue
-        layer = _layer(name, module, weight, read, float(coefficient), settings)
+        layer = _layer(name, module, weight, read, coefficient, settings)
         # The same weight at another stride is another convolution.
         geometry = layer.problem[1:] if layer.method == "conv" else layer.problem.groups
         first = owner.setdefault((_identity(module, weight, read), geometry), name)
@@ -368,7 +434,7 @@ def _layer(
     module: nn.Module,
     weight: Tensor,
     read: Callable[[Any], Tensor],
-    coefficient: float,
+    coefficient: Lambda,
     settings: Settings,
 ) -> Layer:
     kernel_size = getattr(module, "kernel_size", None)
@@ -389,4 +455,7 @@ def _layer(
     note = ""
     if read is modules.weight_of and modules.computes_its_own_way(module):
         note = f"the raw weight; {type(module).__name__} may compute with another one, which weight_of can name"
-    return Layer(name, module, coefficient, method, settings.squared, problem, weight.dtype, weight.device, read, note)
+    number, tolerance = (START, settings.tolerance) if isinstance(coefficient, str) else (float(coefficient), None)
+    return Layer(
+        name, module, number, method, settings.squared, problem, weight.dtype, weight.device, read, note, tolerance
+    )

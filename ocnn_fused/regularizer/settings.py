@@ -17,8 +17,11 @@ from .distributed import Shard
 
 Method = Literal["conv", "kernel", "srip"]
 
-#: Lambda: one for all layers, a callable of (name, module), or a mapping from name patterns.
-Weight: TypeAlias = "float | Callable[[str, nn.Module], float] | Mapping[str, float]"
+#: Lambda of one layer: a number, or one that is steered.
+Lambda: TypeAlias = "float | Literal['auto']"
+
+#: One for all layers, a callable of (name, module), or a mapping from name patterns.
+Weight: TypeAlias = "Lambda | Callable[[str, nn.Module], Lambda] | Mapping[str, Lambda]"
 
 #: A name pattern (as in fnmatch), a module type, a predicate of (name, module), or several of these.
 Selector: TypeAlias = "str | type | Callable[[str, nn.Module], bool] | Iterable[Selector]"
@@ -45,9 +48,11 @@ class Settings:
     weight_of: Mapping[type, Callable[[Any], Tensor]] | None = None
     target: Target = 1
     part: Part = "all"
+    tolerance: float = 1.0
 
     def __post_init__(self) -> None:
         check_weight(self.weight)
+        check_tolerance(self.tolerance)
         object.__setattr__(self, "include", check_selector("include", self.include))
         object.__setattr__(self, "exclude", check_selector("exclude", self.exclude))
         check_method(self.method)
@@ -57,6 +62,8 @@ class Settings:
             raise TypeError(f"schedule must be None or a callable of the step number, got {self.schedule!r}")
         check_positive("every", self.every)
         object.__setattr__(self, "every", int(self.every))
+        for weight in self.weight.values() if isinstance(self.weight, Mapping) else (self.weight,):
+            self._check_steered(weight)
         check_choice("shard", self.shard, ("auto", True, False))
         check_choice("preset", self.preset, (None, "paper-resnet"))
         check_positive("power_iterations", self.power_iterations)
@@ -96,7 +103,7 @@ class Settings:
                 return read
         return modules.weight_of
 
-    def lambda_of(self, name: str, module: nn.Module) -> float | None:
+    def lambda_of(self, name: str, module: nn.Module) -> Lambda | None:
         """Lambda of one layer; None where no pattern matches."""
         if isinstance(self.weight, Mapping):
             return first_match(self.weight, name, module)
@@ -104,7 +111,17 @@ class Settings:
             return self.weight
         weight = self.weight(name, module)
         check_lambda(f"weight of {modules.label(name)}", weight)
+        self._check_steered(weight)
         return weight
+
+    def _check_steered(self, weight: Any) -> None:
+        """Neither of the two would change what a steered lambda arrives at."""
+        if not isinstance(weight, str):
+            return
+        if not self.squared:
+            raise ValueError("squared must be True with weight 'auto': lambda is steered by the squared loss")
+        if self.normalize == "numel":
+            raise ValueError("normalize must not be 'numel' with weight 'auto', which gives each layer its own lambda")
 
     def method_of(self, name: str, module: nn.Module, kernel: tuple[int, ...]) -> Method:
         """The method of one layer whose weight has this kernel."""
@@ -173,12 +190,21 @@ def check_weight(weight: Any) -> None:
 
 
 def check_lambda(label: str, value: Any) -> None:
+    if isinstance(value, str) and value == "auto":
+        return
     if not is_number(value):
         raise TypeError(
-            f"{label} must be a float, a callable of (name, module) or a mapping of patterns, got {value!r}"
+            f"{label} must be a float, 'auto', a callable of (name, module) or a mapping of patterns, got {value!r}"
         )
     if not 0 <= value < inf:
         raise ValueError(f"{label} must be finite and not negative, got {value!r}")
+
+
+def check_tolerance(value: Any) -> None:
+    if not is_number(value):
+        raise TypeError(f"tolerance must be a float, got {value!r}")
+    if not 0 < value < inf:
+        raise ValueError(f"tolerance must be positive and finite, got {value!r}")
 
 
 def check_selector(argument: str, selector: Any) -> Selector | None:

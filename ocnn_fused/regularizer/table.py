@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isnan
 
 from ..modules import label
 from ..plan import AnyPlan
 from .selection import Layer, Selection
 from .settings import Settings
+from .steering import Known
 
 _HEADER = ("layer", "weight shape", "stride", "groups", "trains", "method", "plan", "cost", "lambda", "least loss")
 
 
 def describe(title: str, settings: Settings, progress: str, selection: Selection) -> str:
     """One row per regularised layer with its plan, share of the cost, lambda and least loss; then the others."""
-    layers = selection.layers
+    layers, steered = selection.layers, selection.known()
     costs = [layer.cost(settings.power_iterations) for layer in layers]
     rows = [
-        _row(layer, layer.plan(settings.options), cost / sum(costs)) for layer, cost in zip(layers, costs, strict=True)
+        _row(layer, layer.plan(settings.options), cost / sum(costs), *_steered(layer, steered))
+        for layer, cost in zip(layers, costs, strict=True)
     ]
+    header = (*_HEADER, "excess") if steered else _HEADER
     parts = [title, *_options(settings, progress)]
     if rows:
-        parts += aligned([_HEADER, *rows])
+        parts += aligned([header, *(row[: len(header)] for row in rows)])
     else:
         parts.append(
             "nothing is regularised: "
@@ -35,7 +39,15 @@ def describe(title: str, settings: Settings, progress: str, selection: Selection
     return "\n".join(parts)
 
 
-def _row(layer: Layer, plan: AnyPlan | None, share: float) -> tuple[str, ...]:
+def _steered(layer: Layer, steered: Known) -> tuple[str, str]:
+    """Lambda and excess in words."""
+    if layer.name not in steered:
+        return f"{layer.weight:g}", "-"
+    value, excess = map(float, steered[layer.name])
+    return f"{value:.3g} now", "-" if isnan(excess) else f"{excess:.3g} of {layer.tolerance:g}"
+
+
+def _row(layer: Layer, plan: AnyPlan | None, share: float, weight: str, excess: str) -> tuple[str, ...]:
     floor = float(layer.floor) if layer.squared else layer.floor**0.5
     return (
         label(layer.name),
@@ -46,8 +58,9 @@ def _row(layer: Layer, plan: AnyPlan | None, share: float) -> tuple[str, ...]:
         layer.method,
         plan.name if plan is not None else "power iteration",
         f"{share:.1%}",
-        f"{layer.weight:g}",
+        weight,
         f"{floor:g}",
+        excess,
     )
 
 
@@ -59,6 +72,7 @@ def _options(settings: Settings, progress: str) -> list[str]:
         "norm, not squared": not settings.squared,
         "divided by the number of elements": settings.normalize == "numel",
         "counted from the least loss": settings.normalize == "excess",
+        f"tolerance {settings.tolerance:g}": settings.tolerance != 1,
         f"schedule {settings.schedule!r}": settings.schedule is not None,
         f"every {settings.every} steps": settings.every > 1,
         progress: settings.goes_by_steps,
