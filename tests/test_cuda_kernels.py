@@ -214,10 +214,10 @@ BUGS = {
         r"ThreadSanitizer: data race[\s\S]*mix_kernel",
     ),
     "out of bounds": Bug(
-        "if (first + q < block.planes) target",
-        "target",
+        "if (first + q < block.planes) target[block.offset(first + q)]",
+        "target[(first + q) * block.memory.plane_stride]",
         "address",
-        r"AddressSanitizer: heap-buffer-overflow[\s\S]*evaluate_kernel",
+        r"AddressSanitizer: use-after-poison[\s\S]*evaluate_kernel",
     ),
     "divergent barrier": Bug(
         "if (thread < half) shared[thread] += shared[thread + half];\n    __syncthreads();",
