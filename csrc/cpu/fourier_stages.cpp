@@ -10,7 +10,7 @@ OCNN_FUSED_BEGIN_TARGET
 namespace ocnn_fused::cpu::OCNN_FUSED_TARGET {
 namespace {
 
-// Moves so many numbers between tensors and our own memory, where all vectors are whole: it has room for a vector more.
+// Moves a number of elements between tensors and our own memory, where all vectors are whole: it has room for one more.
 template <typename T>
 class VectorCopy {
  public:
