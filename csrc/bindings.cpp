@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -32,9 +33,9 @@ Type type_of(const std::string& name) {
   throw std::invalid_argument("dtype must be float64, float32, bfloat16 or float16, got " + name);
 }
 
-Bucket make_bucket(decltype(Bucket::plan) plan, Address tables, Address constants, const std::string& dtype,
-                   std::vector<int64_t> sizes, std::vector<int64_t> strides, std::vector<int64_t> grad_strides,
-                   std::vector<int64_t> places) {
+std::unique_ptr<Bucket> make_bucket(decltype(Bucket::plan) plan, Address tables, Address constants,
+                                    const std::string& dtype, std::vector<int64_t> sizes, std::vector<int64_t> strides,
+                                    std::vector<int64_t> grad_strides, std::vector<int64_t> places) {
   require(sizes.size() >= 2, "weight must have at least 2 dimensions, got " + std::to_string(sizes.size()));
   require(strides.size() == sizes.size() && grad_strides.size() == sizes.size(),
           "strides and grad_strides must be as many as sizes");
@@ -44,13 +45,13 @@ Bucket make_bucket(decltype(Bucket::plan) plan, Address tables, Address constant
   const int64_t groups = std::visit([](const auto& any) { return any.groups; }, plan);
   require(groups > 0 && sizes[0] % groups == 0,
           "groups must divide weight.size(0) = " + std::to_string(sizes[0]) + ", got " + std::to_string(groups));
-  return {std::move(plan),
-          reinterpret_cast<const int64_t*>(tables),
-          reinterpret_cast<const void*>(constants),
-          type_of(dtype),
-          {sizes, std::move(strides)},
-          {sizes, std::move(grad_strides)},
-          std::move(places)};
+  return std::unique_ptr<Bucket>(new Bucket{std::move(plan),
+                                            reinterpret_cast<const int64_t*>(tables),
+                                            reinterpret_cast<const void*>(constants),
+                                            type_of(dtype),
+                                            {sizes, std::move(strides)},
+                                            {sizes, std::move(grad_strides)},
+                                            std::move(places)});
 }
 
 Call make_call(const Bucket& bucket, const std::vector<Address>& weights, const std::vector<Address>& grads, bool adds,

@@ -1,10 +1,15 @@
 // What a call works on, for any device: addresses, sizes and strides.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
 #include <span>
 #include <type_traits>
+#include <utility>
 #include <variant>
 #include <vector>
 
@@ -19,7 +24,7 @@ enum class Type { kFloat64, kFloat32, kBFloat16, kFloat16 };
 
 // How a tensor (rows, channels, kernel...) lies in memory.
 struct Layout {
-  std::vector<int64_t> sizes, strides;
+  Layout(std::vector<int64_t> sizes, std::vector<int64_t> strides);
   int64_t dimensions() const { return static_cast<int64_t>(sizes.size()); }
   int64_t rows() const { return sizes[0]; }
   int64_t channels() const { return sizes[1]; }
@@ -35,7 +40,40 @@ struct Layout {
     }
     return true;
   }
+
+  std::vector<int64_t> sizes, strides;
+  std::vector<int64_t> tap_offsets{0};  // in elements, of the kernel's entries in order
+  // How far apart the entries of a filter are, axis by axis from the closest: nothing unless all are equally far apart,
+  // and the weight so a matrix.
+  std::optional<int64_t> entry_stride;
+
+ private:
+  std::optional<int64_t> find_entry_stride() const;
 };
+
+inline Layout::Layout(std::vector<int64_t> all_sizes, std::vector<int64_t> all_strides)
+    : sizes(std::move(all_sizes)), strides(std::move(all_strides)), entry_stride(find_entry_stride()) {
+  for (size_t axis = 2; axis < sizes.size(); ++axis) {
+    std::vector<int64_t> next;
+    next.reserve(tap_offsets.size() * sizes[axis]);
+    for (const int64_t offset : tap_offsets) {
+      for (int64_t u = 0; u < sizes[axis]; ++u) next.push_back(offset + u * strides[axis]);
+    }
+    tap_offsets = std::move(next);
+  }
+}
+
+inline std::optional<int64_t> Layout::find_entry_stride() const {
+  std::vector<size_t> axes;  // those of a filter, but those of one entry, by how far apart their entries are
+  for (size_t axis = 1; axis < sizes.size(); ++axis) {
+    if (sizes[axis] > 1) axes.push_back(axis);
+  }
+  std::sort(axes.begin(), axes.end(), [&](size_t a, size_t b) { return strides[a] < strides[b]; });
+  for (size_t a = 1; a < axes.size(); ++a) {
+    if (strides[axes[a]] != strides[axes[a - 1]] * sizes[axes[a - 1]]) return std::nullopt;
+  }
+  return axes.empty() ? 1 : strides[axes[0]];
+}
 
 // Tensors of one layout: read if S is const.
 template <typename S>
@@ -81,6 +119,21 @@ struct Workspace {
   }
 };
 
+// Something that is worked out once, by whichever thread wants it first.
+class Once {
+ public:
+  // Always of the same type.
+  template <typename Kind, typename... Arguments>
+  const Kind& get(const Arguments&... arguments) const {
+    std::call_once(flag_, [&] { made_ = std::make_shared<const Kind>(arguments...); });
+    return *static_cast<const Kind*>(made_.get());
+  }
+
+ private:
+  mutable std::once_flag flag_;
+  mutable std::shared_ptr<const void> made_;
+};
+
 // Weights of one plan, type and layout, at these places of the caller's list.
 struct Bucket {
   std::variant<BilinearPlan, SmallPlan, FourierPlan> plan;
@@ -89,6 +142,7 @@ struct Bucket {
   Type type;
   Layout weights, grads;
   std::vector<int64_t> places;
+  Once prepared{};  // what all calls have in common, for the device that executes them
 };
 
 // One execution of a bucket.

@@ -21,11 +21,8 @@ class Device {
   static constexpr int64_t kChunkMultiple = kLanes;
   static constexpr int64_t kCopiedBytes = 0;  // another product costs less than a copy
 
-  Device(const BilinearPlan& plan, const Call& call)
-      : plan_(plan),
-        operands_(call, plan.target, plan.groups),
-        blocks_(blocks_of<T>(plan, call.bucket)),
-        losses_(operands_.count, 0.0) {}
+  Device(const BilinearPlan& plan, const std::vector<BlockView<T>>& blocks, const Call& call)
+      : plan_(plan), operands_(call, plan.target, plan.groups), blocks_(blocks), losses_(operands_.count, 0.0) {}
 
   void zero(T* data, int64_t elements) { std::fill_n(data, elements, T(0)); }
 
@@ -109,7 +106,7 @@ class Device {
 
   const BilinearPlan& plan_;
   const Operands<S, T> operands_;
-  const std::vector<BlockView<T>> blocks_;
+  const std::vector<BlockView<T>>& blocks_;
   std::vector<double> losses_;
 };
 

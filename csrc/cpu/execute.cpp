@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <utility>
 #include <variant>
 #include <vector>
@@ -30,52 +31,86 @@ int64_t apply_pieces(int64_t length, int64_t threads) {
   return threads == 1 ? 1 : threads * std::clamp<int64_t>(length / (threads * kApplySteps), 1, 4);
 }
 
-// Cut evenly and where slices end, because every piece makes the planes of the slices that it has part in.
-template <typename S, typename T>
-Phase gram_phase(const PanelJob<S, T>& job, int64_t least) {
-  const int64_t items = job.problems * job.gram_items;
-  std::vector<int64_t> cuts{0};
-  for (int64_t problem = 0; least > 1 && problem < job.problems; ++problem) {
-    for (const Slice& slice : job.slices) cuts.push_back(cuts.back() + slice.items(job.panels));
+// How a stage is cut into pieces: by all of its items, into more pieces, or also where slices end.
+enum class Cut { kEven, kFiner, kSlices };
+
+// Calls visit(cut, items, stage) for the stages of a job, where stage(begin, end) does some of the items. Mix writes a
+// loss for each pair of panels of each problem.
+template <typename S, typename T, typename F>
+void each_stage(const PanelJob<S, T>& job, double* losses, const F& visit) {
+  const PanelStages<S, T>& stages = panel_stages<S, T>();
+  visit(Cut::kEven, job.problems * job.panels, [&](int64_t begin, int64_t end) { stages.load(job, begin, end); });
+  visit(Cut::kSlices, job.problems * job.gram_items, [&](int64_t begin, int64_t end) { stages.gram(job, begin, end); });
+  visit(Cut::kFiner, job.problems * job.panels * (job.panels + 1) / 2,
+        [&, losses](int64_t begin, int64_t end) { stages.mix(job, begin, end, losses); });
+  if (!job.with_grad()) return;
+  visit(Cut::kFiner, job.problems * job.length, [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); });
+}
+
+template <typename S, typename T, typename F>
+void each_stage(const FlatJob<S, T>& job, double* losses, const F& visit) {
+  const FlatStages<S, T>& stages = flat_stages<S, T>();
+  for (int64_t step = 0; step < job.length; step += job.chunk) {
+    visit(Cut::kEven, job.problems * job.panels,
+          [&, step](int64_t begin, int64_t end) { stages.load(job, step, begin, end); });
+    visit(Cut::kEven, job.problems * ((job.panels + 1) / 2),
+          [&, step](int64_t begin, int64_t end) { stages.gram(job, step, begin, end); });
   }
-  for (int64_t piece = 0; piece < least; ++piece) cuts.push_back((piece + 1) * items / least);
+  visit(Cut::kFiner, job.problems * job.panels * (job.panels + 1) / 2,
+        [&, losses](int64_t begin, int64_t end) { stages.mix(job, begin, end, losses); });
+  if (!job.with_grad()) return;
+  visit(Cut::kFiner, job.problems * job.length, [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); });
+}
+
+// Where the slices of all problems end, because every piece makes the planes of the slices that it has part in.
+template <typename S, typename T>
+std::vector<int64_t> slice_ends(const PanelJob<S, T>& job) {
+  std::vector<int64_t> ends;
+  for (int64_t problem = 0; problem < job.problems; ++problem) {
+    for (const Slice& slice : job.plan.slices) {
+      ends.push_back((ends.empty() ? 0 : ends.back()) + slice.items(job.panels));
+    }
+  }
+  return ends;
+}
+
+template <typename S, typename T>
+std::vector<int64_t> slice_ends(const FlatJob<S, T>&) {
+  return {};
+}
+
+// A phase of items [0, items), cut into so many even pieces and at other places too.
+template <typename Stage>
+Phase cut_phase(int64_t items, int64_t least, std::vector<int64_t> cuts, const Stage& stage) {
+  for (int64_t piece = 0; piece <= least; ++piece) cuts.push_back(piece * items / least);
   std::sort(cuts.begin(), cuts.end());
   cuts.erase(std::unique(cuts.begin(), cuts.end()), cuts.end());
   const int64_t pieces = static_cast<int64_t>(cuts.size()) - 1;
-  return {pieces, [&job, cuts = std::move(cuts)](int64_t piece, int64_t) {
-            panel_stages<S, T>().gram(job, cuts[piece], cuts[piece + 1]);
-          }};
+  return {pieces, [stage, cuts = std::move(cuts)](int64_t piece, int64_t) { stage(cuts[piece], cuts[piece + 1]); }};
 }
 
-// The stages of a job, each in at least so many pieces, apply and mix in `finer` ones; mix writes a loss for each pair
-// of panels of each problem.
-template <typename S, typename T>
-void add_phases(std::vector<Phase>& phases, const PanelJob<S, T>& job, int64_t least, int64_t finer, double* losses) {
-  const PanelStages<S, T>& stages = panel_stages<S, T>();
-  phases.push_back(
-      even_phase(job.problems * job.panels, least, [&](int64_t begin, int64_t end) { stages.load(job, begin, end); }));
-  phases.push_back(gram_phase(job, least));
-  phases.push_back(even_phase(job.problems * job.panels * (job.panels + 1) / 2, finer,
-                              [&, losses](int64_t begin, int64_t end) { stages.mix(job, begin, end, losses); }));
-  if (!job.with_grad()) return;
-  phases.push_back(
-      even_phase(job.problems * job.length, finer, [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); }));
+// The stages of a job for threads to share, each in at least so many pieces.
+template <typename Job>
+void add_phases(std::vector<Phase>& phases, const Job& job, int64_t least, int64_t finer, double* losses) {
+  each_stage(job, losses, [&](Cut cut, int64_t items, const auto& stage) {
+    if (cut == Cut::kSlices && least > 1) {
+      phases.push_back(cut_phase(items, least, slice_ends(job), stage));
+    } else {
+      phases.push_back(even_phase(items, cut == Cut::kFiner ? finer : least, stage));
+    }
+  });
 }
 
-template <typename S, typename T>
-void add_phases(std::vector<Phase>& phases, const FlatJob<S, T>& job, int64_t least, int64_t finer, double* losses) {
-  const FlatStages<S, T>& stages = flat_stages<S, T>();
-  for (int64_t step = 0; step < job.length; step += job.chunk) {
-    phases.push_back(even_phase(job.problems * job.panels, least,
-                                [&, step](int64_t begin, int64_t end) { stages.load(job, step, begin, end); }));
-    phases.push_back(even_phase(job.problems * ((job.panels + 1) / 2), least,
-                                [&, step](int64_t begin, int64_t end) { stages.gram(job, step, begin, end); }));
-  }
-  phases.push_back(even_phase(job.problems * job.panels * (job.panels + 1) / 2, finer,
-                              [&, losses](int64_t begin, int64_t end) { stages.mix(job, begin, end, losses); }));
-  if (!job.with_grad()) return;
-  phases.push_back(
-      even_phase(job.problems * job.length, finer, [&](int64_t begin, int64_t end) { stages.apply(job, begin, end); }));
+// The stages of a job on this thread, each in so many pieces.
+template <typename Job>
+void run_alone(const Job& job, int64_t pieces, double* losses) {
+  each_stage(job, losses, [&](Cut, int64_t items, const auto& stage) {
+    for (int64_t piece = 0; piece < pieces; ++piece) {
+      if (pieces > 1) poll_signals();
+      const int64_t begin = piece * items / pieces, end = (piece + 1) * items / pieces;
+      if (begin < end) stage(begin, end);
+    }
+  });
 }
 
 // All stages of the problems of a call on panels. Job: PanelJob or FlatJob.
@@ -101,10 +136,7 @@ class PanelWork {
       phases_.push_back({whole, [this, of_each](int64_t problem, int64_t thread) {
                            Job& own = jobs_[thread];
                            own.first_problem = problem;
-                           std::vector<Phase> phases;
-                           const int64_t least = pieces_for(of_each, 1);
-                           add_phases(phases, own, least, least, losses_of(own));
-                           share(phases, 1);
+                           run_alone(own, pieces_for(of_each, 1), losses_of(own));
                          }});
     }
     for (int64_t first = whole; first < problems; first += at_once) {
@@ -153,12 +185,11 @@ void execute_job(const Job& job, const BilinearPlan& plan, const Call& call, con
 }
 
 template <typename S, typename T>
-void execute_panels(const BilinearPlan& plan, const Call& call) {
+void execute_panels(const PanelPlan<T>& panels, const BilinearPlan& plan, const Call& call) {
   const Operands<S, T> operands(call, plan.target, plan.groups);
-  const std::vector<BlockView<T>> blocks = blocks_of<T>(plan, call.bucket);
   const int64_t width = panel_stages<S, T>().width;
-  const PanelJob<S, T> job(plan, blocks, operands.weight, operands.grad, operands.targets.view(),
-                           operands.factors.view(), operands.channels, width);
+  const PanelJob<S, T> job(panels, operands.weight, operands.grad, operands.targets.view(), operands.factors.view(),
+                           operands.channels, width);
   const int64_t products = operands.count * plan.groups * job.gram_items * width * job.side * job.length;
   execute_job<S, T>(job, plan, call, operands, products, kLaneProducts * width);
 }
@@ -173,22 +204,34 @@ void execute_flat(const BilinearPlan& plan, const Call& call) {
   execute_job<S, T>(job, plan, call, operands, products, kFlatLaneProducts * stages.width);
 }
 
-// Whether a plan of lag 0 alone is executed on panels.
-bool fits_flat(const BilinearPlan& plan, const Call& call, int64_t width) {
-  const Layout& weights = call.bucket.weights;
-  if (!panels_allowed || !is_matrix(weights) || (call.with_grad() && !is_matrix(call.bucket.grads))) return false;
-  return 2 * (plan.column ? weights.elements() / weights.rows() : weights.rows() / plan.groups) >= width;
+// Whether the weights and their gradients are matrices, as plans of lag 0 alone on panels want them.
+bool are_matrices(const Call& call) {
+  return call.bucket.weights.entry_stride && (!call.with_grad() || call.bucket.grads.entry_stride);
 }
+
+// What all calls of a bucket have in common.
+template <typename T>
+struct Prepared {
+  Prepared(const BilinearPlan& plan, const Bucket& bucket) : blocks(blocks_of<T>(plan, bucket)) {
+    if (suits_panels(plan)) panels.emplace(plan, blocks);
+  }
+  const std::vector<BlockView<T>> blocks;
+  std::optional<PanelPlan<T>> panels;  // nothing: it does not suit them
+};
 
 template <typename S, typename T>
 void execute_bilinear(const BilinearPlan& plan, const Call& call) {
   const Layout& weights = call.bucket.weights;
-  if (plan.flat && fits_flat(plan, call, panel_stages<S, T>().width)) {
+  const auto& prepared = call.bucket.prepared.get<Prepared<T>>(plan, call.bucket);
+  const int64_t channels = plan.flat ? weights.elements() / weights.rows() : weights.channels(),
+                side = plan.column ? channels : weights.rows() / plan.groups;
+  const bool fills_panels = 2 * side >= panel_stages<S, T>().width;  // else most lanes would be idle
+  if (panels_allowed && fills_panels && plan.flat && are_matrices(call)) {
     execute_flat<S, T>(plan, call);
-  } else if (fits_panels(panel_stages<S, T>(), plan, weights.rows() / plan.groups, weights.channels())) {
-    execute_panels<S, T>(plan, call);
+  } else if (panels_allowed && fills_panels && prepared.panels) {
+    execute_panels<S, T>(*prepared.panels, plan, call);
   } else {
-    Device<S, T> device(plan, call);
+    Device<S, T> device(plan, prepared.blocks, call);
     Pipeline<S, T, Device<S, T>> pipeline(device, plan, call.read<S>(), call.written<S>(), call.epilogue.adds);
     pipeline.execute(call.workspace.take(pipeline.workspace_bytes()));
     device.store_losses(call);

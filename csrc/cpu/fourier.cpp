@@ -21,34 +21,12 @@ int64_t batch_of(int64_t last_taps, bool alone, int64_t elements, int64_t width)
   return std::min(batch, elements);
 }
 
-// For every residue, flat tap indices in the order of the plan's axes, -1 where a short class has no tap.
-std::vector<int64_t> sources_of(const FourierPlan& plan, const std::vector<int64_t>& kernel) {
-  std::vector<int64_t> sources{0};  // grows axis by axis: (residues, taps)
-  int64_t taps = 1;
-  for (const FourierPlanAxis& axis : plan.axes) {
-    const int64_t flat = std::accumulate(kernel.begin() + axis.axis + 1, kernel.end(), int64_t{1}, std::multiplies<>());
-    std::vector<int64_t> next;
-    for (size_t begin = 0; begin < sources.size(); begin += taps) {
-      for (int64_t residue = 0; residue < std::min(axis.step, axis.taps); ++residue) {
-        for (int64_t m = 0; m < taps; ++m) {
-          for (int64_t u = residue; u < residue + axis.class_taps() * axis.step; u += axis.step) {
-            const int64_t outer = sources[begin + m];
-            next.push_back(outer < 0 || u >= axis.taps ? -1 : outer + u * flat);
-          }
-        }
-      }
-    }
-    sources = std::move(next);
-    taps *= axis.class_taps();
-  }
-  return sources;
-}
-
 // What is subtracted from the diagonals, see FourierJob.
 template <typename S, typename T>
 std::vector<T> diagonal_of(const GroupTargets<S, T>& targets, const WeightView<const S>& weight, int64_t problems,
                            int64_t side, int64_t channels) {
   std::vector<T> diagonal;
+  diagonal.reserve(problems * side);
   for (int64_t problem = 0; problem < problems; ++problem) {
     const Target<T> target = targets.view().at(problem);
     for (int64_t s = 0; s < side; ++s) {
@@ -63,10 +41,36 @@ std::vector<T> diagonal_of(const GroupTargets<S, T>& targets, const WeightView<c
 
 }  // namespace
 
+FourierTaps::FourierTaps(const FourierPlan& plan, const Layout& weights) : sources{0} {
+  // Sources grow axis by axis, in the order of the plan's axes.
+  for (const FourierPlanAxis& axis : plan.axes) {
+    const auto inner = weights.sizes.begin() + 3 + axis.axis;
+    const int64_t flat = std::accumulate(inner, weights.sizes.end(), int64_t{1}, std::multiplies<>());
+    std::vector<int64_t> next;
+    for (size_t begin = 0; begin < sources.size(); begin += taps) {
+      for (int64_t residue = 0; residue < std::min(axis.step, axis.taps); ++residue) {
+        for (int64_t m = 0; m < taps; ++m) {
+          for (int64_t u = residue; u < residue + axis.class_taps() * axis.step; u += axis.step) {
+            const int64_t outer = sources[begin + m];
+            next.push_back(outer < 0 || u >= axis.taps ? -1 : outer + u * flat);
+          }
+        }
+      }
+    }
+    sources = std::move(next);
+    taps *= axis.class_taps();
+    points *= 2 * axis.class_taps() - 1;
+  }
+  residues = static_cast<int64_t>(sources.size()) / taps;
+  std::vector<int64_t> order(sources.size());
+  std::iota(order.begin(), order.end(), 0);
+  in_order = residues == 1 && sources == order;
+}
+
 template <typename S, typename T>
 FourierJob<S, T>::FourierJob(const FourierPlan& plan, const FourierPiece& piece, const T* constants,
-                             const WeightView<const S>& weight, const WeightView<S>& grad,
-                             const std::vector<int64_t>& sources, int64_t channels, int64_t width)
+                             const WeightView<const S>& weight, const WeightView<S>& grad, const FourierTaps& classes,
+                             int64_t channels, int64_t width)
     : weight(weight),
       grad(grad),
       column(plan.column),
@@ -76,10 +80,11 @@ FourierJob<S, T>::FourierJob(const FourierPlan& plan, const FourierPiece& piece,
       sine(constants + plan.sine),
       cosine_back(constants + plan.cosine_back),
       sine_back(constants + plan.sine_back),
-      sources(sources),
+      classes(classes),
+      taps(classes.taps),
+      residues(classes.residues),
       rows(weight.rows / plan.groups) {
   for (const FourierPlanAxis& axis : plan.axes) {
-    taps *= axis.class_taps();
     if (&axis == &plan.axes.back()) {
       last_taps = axis.class_taps();
     } else if (axis.class_taps() > 1) {
@@ -91,7 +96,7 @@ FourierJob<S, T>::FourierJob(const FourierPlan& plan, const FourierPiece& piece,
     }
   }
   frequencies *= last_taps;
-  columns = channels * static_cast<int64_t>(sources.size()) / taps;
+  columns = channels * residues;
   side = column ? columns : rows;
   length = column ? rows : columns;
   batch = batch_of(last_taps, axes.empty(), elements(), width);
@@ -102,6 +107,7 @@ FourierJob<S, T>::FourierJob(const FourierPlan& plan, const FourierPiece& piece,
   tile_stride = rows * row_stride;
   side_stride = column ? 2 * width : row_stride;
   length_stride = column ? row_stride : 2 * width;
+  counts.reserve(tiles * width);
   for (int64_t lane = 0; lane < tiles * width; ++lane) {
     counts.push_back(lane >= frequencies ? T(0) : lane % last_taps == 0 ? T(1) : T(2));
   }
@@ -112,15 +118,16 @@ namespace {
 // Pieces that keep the memory of a problem at what its self-convolution and residual would take, and the weight, or at
 // little. Those of half precision are not cut: their gradients could not be added up without loss.
 template <typename S, typename T>
-std::vector<FourierPiece> pieces_of(const FourierPlan& plan, int64_t rows, int64_t channels, int64_t points,
-                                    int64_t taps, int64_t residues) {
+std::vector<FourierPiece> pieces_of(const FourierPlan& plan, int64_t rows, int64_t channels,
+                                    const FourierTaps& classes) {
   constexpr int64_t little = int64_t{1} << 20, size = sizeof(T);
   int64_t cut = 1;  // frequencies of the axis that is cut, up to the middle
   for (const FourierPlanAxis& axis : plan.axes) {
     if (cut == 1 && &axis != &plan.axes.back()) cut = axis.class_taps();
   }
-  const int64_t needed = rows * channels * residues * (points + 1) * size;
-  const int64_t allowed = std::max(little, (2 * points * rows * rows + rows * channels * residues * taps) * size);
+  const int64_t needed = rows * channels * classes.residues * (classes.points + 1) * size;
+  const int64_t allowed =
+      std::max(little, (2 * classes.points * rows * rows + rows * channels * classes.residues * classes.taps) * size);
   const int64_t pieces = std::is_same_v<S, T> ? std::min(cut, (needed + allowed - 1) / allowed) : 1;
   std::vector<FourierPiece> result;
   for (int64_t p = 0; p < pieces; ++p) result.push_back({p * cut / pieces, (p + 1) * cut / pieces});
@@ -193,28 +200,22 @@ void execute(const FourierPlan& plan, const Call& call) {
   const Operands<S, T> operands(call, plan.target, plan.groups);
   const int64_t count = operands.count, channels = operands.channels, rows = operands.rows;
   const int64_t problems = count * plan.groups;
-  const std::vector<int64_t>& sizes = call.bucket.weights.sizes;
-  const std::vector<int64_t> sources = sources_of(plan, {sizes.begin() + 2, sizes.end()});
-  int64_t points = 1, taps = 1;
-  for (const FourierPlanAxis& axis : plan.axes) {
-    taps *= axis.class_taps();
-    points *= 2 * axis.class_taps() - 1;
-  }
-  const int64_t residues = static_cast<int64_t>(sources.size()) / taps;
+  const FourierTaps& classes = call.bucket.prepared.get<FourierTaps>(plan, call.bucket.weights);
   const std::vector<T> diagonal = diagonal_of<S, T>(operands.targets, operands.weight, problems,
-                                                    plan.column ? channels * residues : rows, channels);
+                                                    plan.column ? channels * classes.residues : rows, channels);
   std::vector<T> factors;
+  factors.reserve(problems);
   for (int64_t p = 0; p < problems; ++p) {
     factors.push_back(operands.factors.view().at(p, operands.targets.view().at(p)));
   }
-  std::vector<FourierPiece> pieces = pieces_of<S, T>(plan, rows, channels, points, taps, residues);
+  std::vector<FourierPiece> pieces = pieces_of<S, T>(plan, rows, channels, classes);
   // Where gradients go into the weights themselves, a second piece would read what the first has written.
   if (overlap(call.weights, call.grads)) pieces = {FourierPiece{0, pieces.back().end}};
   std::vector<FourierJob<S, T>> jobs;
   for (const FourierPiece& piece : pieces) {
     FourierJob<S, T>& job =
         jobs.emplace_back(plan, piece, static_cast<const T*>(call.bucket.constants), operands.weight, operands.grad,
-                          sources, channels, fourier_stages<S, T>().width);
+                          classes, channels, fourier_stages<S, T>().width);
     job.factors = factors.data();
     job.diagonal = diagonal.data();
   }
@@ -231,7 +232,7 @@ void execute(const FourierPlan& plan, const Call& call) {
     }
   }
   for (int64_t w = 0; w < count; ++w) {
-    call.store_loss(w, losses[w] / static_cast<double>(points) + operands.targets.constant(w, plan.offset));
+    call.store_loss(w, losses[w] / static_cast<double>(classes.points) + operands.targets.constant(w, plan.offset));
   }
 }
 

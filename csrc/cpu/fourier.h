@@ -17,6 +17,16 @@ struct FourierAxis {
   const T *cosine, *sine;  // (ceil(taps / 2), taps), from the piece's first frequency on
 };
 
+// The classes of a kernel's taps, and what they are transformed to.
+struct FourierTaps {
+  FourierTaps(const FourierPlan& plan, const Layout& weights);
+
+  std::vector<int64_t> sources;      // (residues, taps): flat tap index, -1 where there is none
+  int64_t taps = 1;                  // of the longest class, on all axes
+  int64_t points = 1, residues = 1;  // frequencies of a lag; classes
+  bool in_order;                     // sources are 0, 1, 2...
+};
+
 // Frequencies of a plan's first axis up to the middle, which are worked on with their mirror images.
 struct FourierPiece {
   int64_t begin, end;
@@ -30,7 +40,7 @@ struct FourierPiece {
 template <typename S, typename T>
 struct FourierJob {
   FourierJob(const FourierPlan& plan, const FourierPiece& piece, const T* constants, const WeightView<const S>& weight,
-             const WeightView<S>& grad, const std::vector<int64_t>& sources, int64_t channels, int64_t width);
+             const WeightView<S>& grad, const FourierTaps& classes, int64_t channels, int64_t width);
 
   bool with_grad() const { return grad.data != nullptr; }
   int64_t elements() const { return rows * columns; }
@@ -46,11 +56,12 @@ struct FourierJob {
   std::vector<FourierAxis<T>> axes;
   int64_t last_taps = 1;                             // of the last axis: as many as it has frequencies
   const T *cosine, *sine, *cosine_back, *sine_back;  // see FourierPlan
-  const std::vector<int64_t>& sources;               // (residues, taps): flat tap index, -1 where there is none
-  const T* factors = nullptr;                        // (problems): what gradients are multiplied by
-  const T* diagonal = nullptr;                       // (problems, side): what is subtracted from it
-  int64_t taps = 1, frequencies = 1;                 // of an element
-  int64_t rows, columns, side, length;               // of A, of the Gram matrices, of their sums
+  const FourierTaps& classes;
+  const T* factors = nullptr;           // (problems): what gradients are multiplied by
+  const T* diagonal = nullptr;          // (problems, side): what is subtracted from it
+  const int64_t taps, residues;         // of a class; classes
+  int64_t frequencies = 1;              // of an element
+  int64_t rows, columns, side, length;  // of A, of the Gram matrices, of their sums
   int64_t batch;
   int64_t tiles, row_stride, tile_stride, side_stride, length_stride;
   std::vector<T> counts;  // of every lane: 2 if it stands for w and -w

@@ -164,7 +164,7 @@ class FourierWorker {
     }
     most += width;  // whole vectors at the end of a row
     const int64_t dense = 2 * padded_ * job.batch + width;
-    T* const memory = scratch<T>(4 * most_taps * width + 2 * most + dense + folded + job.batch * job.taps);
+    T* const memory = scratch<T>(4 * most_taps * width + 2 * most + dense + folded + job.batch * job.taps + width);
     folds_ = reinterpret_cast<Folded<T>*>(memory);
     rows_ = memory + 4 * most_taps * width;
     other_rows_ = rows_ + most;
@@ -209,10 +209,9 @@ class FourierWorker {
     // Whole vectors, whose end the next one overwrites.
     for (int64_t b = 0; b < count; ++b) {
       for (int64_t part = 0; part < 2; ++part) {
-        const T* from = rows_ + part * lanes + b * last_;
-        T *to = real(b) + part * padded_, *const end = to + job_.frequencies;
-        for (; to < end; from += lanes_, to += last_) copy_vectors(from, to);
-        std::fill(end, real(b) + (part + 1) * padded_, T(0));
+        T* const to = real(b) + part * padded_;
+        copy_vectors(rows_ + part * lanes + b * last_, lanes_, to, last_, job_.frequencies / last_);
+        std::fill(to + job_.frequencies, to + padded_, T(0));
       }
     }
   }
@@ -222,7 +221,7 @@ class FourierWorker {
     for (int64_t part = 0; part < 2; ++part) {
       T* to = rows_ + part * lanes;
       for (int64_t f = 0; f < job_.frequencies; f += last_, to += lanes_) {
-        for (int64_t b = 0; b < count; ++b) copy_vectors(real(b) + part * padded_ + f, to + b * last_);
+        copy_vectors(dense_ + part * padded_ + f, 2 * padded_, to, last_, count);
       }
     }
     for (const FourierAxis<T>& axis : job_.axes) {
@@ -252,9 +251,13 @@ class FourierWorker {
   }
 
  private:
-  // Frequencies of the last axis, rounded up to whole vectors.
-  void copy_vectors(const T* from, T* to) const {
-    for (int64_t lane = 0; lane < last_; lane += Vector<T>::width) store(load(from + lane), to + lane);
+  // The frequencies of the last axis `count` times, each rounded up to whole vectors, the end of which is written
+  // before the beginning of any.
+  void copy_vectors(const T* from, int64_t from_stride, T* to, int64_t to_stride, int64_t count) const {
+    constexpr int64_t width = Vector<T>::width;
+    for (int64_t lane = whole_vectors<T>(last_) - width; lane >= 0; lane -= width) {
+      for (int64_t c = 0; c < count; ++c) store(load(from + c * from_stride + lane), to + c * to_stride + lane);
+    }
   }
 
   const FourierJob<S, T>& job_;

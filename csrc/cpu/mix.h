@@ -74,34 +74,31 @@ struct Diagonal {
 template <typename T>
 class Mixer {
  public:
-  // `area`: of a tile, of which the caller wants a copy for every output.
-  Mixer(const std::vector<BlockView<T>>& blocks, int64_t all_lags, int64_t area)
-      : outputs(grid_outputs(blocks)),
-        x(outputs.size()),
-        y(outputs.size()),
+  // `area`: of a tile, of which the caller wants a copy for every one of the blocks' outputs.
+  Mixer(const std::vector<BlockView<T>>& blocks, const std::vector<GridOutput>& outputs, int64_t all_lags, int64_t area)
+      : outputs(outputs),
         blocks_(blocks),
         all_lags_(all_lags),
         rows_(most_rows(blocks)),
         area_(area),
-        grid_(memory_for_grid(), rows_, kStrip),
-        in_(rows_),
-        out_(rows_) {}
+        grid_(take_memory()) {}
+
+  int64_t count() const { return static_cast<int64_t>(outputs.size()); }
 
   T* copy(int64_t g) { return copies_ + g * area_; }
 
   // Outputs block by block in the order of the grids, a row of entries for each, and where Y goes: there or elsewhere,
   // but on no row of x that comes later.
-  const std::vector<GridOutput> outputs;
-  std::vector<const T*> x;
-  std::vector<T*> y;
+  const std::vector<GridOutput>& outputs;
+  T **x = nullptr, **y = nullptr;
 
   // Returns the sum of squares of the residual.
   double mix(int64_t lanes, const Diagonal& diagonal, const Target<T>& target, const Wanted<T>& wanted) {
-    const T* const* next = x.data();
+    const T* const* next = x;
     for (const BlockView<T>& view : blocks_) {
       const bool first = &view == blocks_.data();  // it has all lags, the others add to them
       for (int64_t g = 0; g < view.block->lags; ++g) out_[g] = first ? lag_row(view.lag_of[g]) : added(g);
-      grid_.template transform_all<false>(view.mix, next, out_.data(), lanes);
+      grid_.template transform_all<false>(view.mix, next, out_, lanes);
       for (int64_t g = 0; !first && g < view.block->lags; ++g) {
         T* row = lag_row(view.lag_of[g]);
         for (int64_t l = 0; l < lanes; ++l) row[l] += out_[g][l];
@@ -117,10 +114,10 @@ class Mixer {
     const double loss = square_residual(lanes, wanted);
     if (!wanted.grad) return loss;
     std::fill_n(lag_row(-1), lanes, T(0));
-    T* const* next_y = y.data();
+    T* const* next_y = y;
     for (const BlockView<T>& view : blocks_) {
       for (int64_t g = 0; g < view.block->lags; ++g) in_[g] = lag_row(view.lag_of[g]);
-      grid_.template transform_all<true>(view.mix, in_.data(), next_y, lanes);
+      grid_.template transform_all<true>(view.mix, in_, next_y, lanes);
       next_y += view.block->outputs;
     }
     return loss;
@@ -152,23 +149,26 @@ class Mixer {
 
   static int64_t most_rows(const std::vector<BlockView<T>>& blocks) {
     int64_t rows = 1;
-    for (const BlockView<T>& view : blocks) rows = std::max(rows, Grid<T>::rows(view.mix));
+    for (const BlockView<T>& view : blocks) rows = std::max(rows, grid_rows(view.mix));
     return rows;
   }
 
-  T* memory_for_grid() {
-    const int64_t copies = static_cast<int64_t>(outputs.size()) * area_;
+  Grid<T> take_memory() {
+    x = scratch<T*>(2 * count() + 2 * rows_ + Grid<T>::pointers(rows_));
+    y = x + count();
+    in_ = y + count();
+    out_ = in_ + rows_;
+    const int64_t copies = count() * area_;
     copies_ = scratch<T>(copies + (all_lags_ + 1 + rows_) * kStrip + Grid<T>::elements(rows_, kStrip));
     residual_ = copies_ + copies;
-    return added(rows_);
+    return Grid<T>(added(rows_), out_ + rows_, rows_, kStrip);
   }
 
   const std::vector<BlockView<T>>& blocks_;
   const int64_t all_lags_, rows_, area_;
   T *copies_ = nullptr, *residual_ = nullptr;
+  T **in_ = nullptr, **out_ = nullptr;
   Grid<T> grid_;
-  std::vector<const T*> in_;
-  std::vector<T*> out_;
 };
 
 // Calls visit(item, i, j) for items [begin, end) of the upper triangle of `side` tiles, row by row.
@@ -186,8 +186,9 @@ inline void each_tile_pair(int64_t side, int64_t begin, int64_t end, const F& vi
 template <typename T>
 void mix_tiles(const Outputs<T>& x, const std::vector<BlockView<T>>& blocks, int64_t all_lags, int64_t group,
                const Target<T>& target, const Wanted<T>& wanted, int64_t begin, int64_t end, double* losses) {
-  Mixer<T> mixer(blocks, all_lags, kTileArea);
-  const int64_t count = static_cast<int64_t>(mixer.outputs.size());
+  const std::vector<GridOutput> outputs = grid_outputs(blocks);
+  Mixer<T> mixer(blocks, outputs, all_lags, kTileArea);
+  const int64_t count = mixer.count();
   const int64_t side = x.side, tiles = (side + kTile - 1) / kTile;
   each_tile_pair(tiles, begin, end, [&](int64_t item, int64_t tile_i, int64_t tile_j) {
     const int64_t i = tile_i * kTile, j = tile_j * kTile;

@@ -19,10 +19,8 @@ inline const T* first_operand(const PanelJob<S, T>& job, int64_t problem, const 
 template <typename S, typename T>
 void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
   constexpr int64_t width = Vector<T>::width;
-  const int64_t panels = job.panels, side = job.padded_side, taps = job.weight.taps;
-  SliceWorker<T> worker(job.blocks);
-  int64_t most = 0;
-  for (const Slice& slice : job.slices) most = std::max(most, slice.planes);
+  const int64_t panels = job.panels, side = job.padded_side, taps = job.weight.taps, most = job.plan.most_planes;
+  SliceWorker<T> worker(job.plan);
   for (int64_t item = begin; item < end;) {
     const int64_t problem = item / job.length, n = item % job.length;
     const int64_t all = std::min(end - item, job.length - n);
@@ -38,9 +36,9 @@ void panel_apply(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
     T *const planes = memory, *const gradients = memory + most * stride, *const gathered = gradients + most * stride;
     worker.use(gathered + taps * stride);
     const auto tap = [&](int64_t u) { return gathered + u * stride; };
-    for (const Slice& slice : job.slices) {
-      const BlockView<T>& view = job.blocks[slice.block];
-      const bool is_first = &slice == job.slices.data() || (&slice - 1)->block != slice.block;
+    for (const Slice& slice : job.plan.slices) {
+      const BlockView<T>& view = job.plan.blocks[slice.block];
+      const bool is_first = &slice == job.plan.slices.data() || (&slice - 1)->block != slice.block;
       for (int64_t residue = 0; residue < view.block->residues; ++residue) {
         const int64_t* sources = view.sources + residue * view.block->taps;
         for (int64_t panel = 0; panel < panels; ++panel) {

@@ -45,15 +45,15 @@ template <typename S, typename T>
 void panel_gram(const PanelJob<S, T>& job, int64_t begin, int64_t end) {
   constexpr int64_t width = Vector<T>::width;
   const int64_t panels = job.panels, side = job.padded_side;
-  SliceWorker<T> worker(job.blocks);
+  SliceWorker<T> worker(job.plan);
   int64_t first = 0;  // item of the slice
   for (int64_t problem = 0; problem < job.problems; ++problem) {
-    for (const Slice& slice : job.slices) {
+    for (const Slice& slice : job.plan.slices) {
       const int64_t items = slice.items(panels);
       const int64_t from = std::max(begin - first, int64_t{0}), to = std::min(end - first, items);
       first += items;
       if (from >= to) continue;
-      const BlockView<T>& view = job.blocks[slice.block];
+      const BlockView<T>& view = job.plan.blocks[slice.block];
       const int64_t length = view.block->residues * job.length;
       int64_t chunk = std::min(length, std::max(kDepth, kChunkElements<T> / (slice.planes * side)));
       const int64_t chunks = (length + chunk - 1) / chunk;

@@ -19,8 +19,8 @@ template <typename S, typename T>
 void panel_mix(const PanelJob<S, T>& job, int64_t begin, int64_t end, double* losses) {
   constexpr int64_t width = Vector<T>::width, area = width * width, lanes = std::min(kStrip, area);
   const int64_t panels = job.panels, pairs = panels * (panels + 1) / 2;
-  Mixer<T> mixer(job.blocks, job.all_lags, area);
-  const int64_t count = static_cast<int64_t>(mixer.outputs.size());
+  Mixer<T> mixer(job.plan.blocks, job.plan.outputs, job.plan.all_lags, area);
+  const int64_t count = mixer.count();
   for (int64_t problem = begin / pairs; problem * pairs < end; ++problem) {
     const int64_t first = problem * pairs;
     const Target<T> target = job.targets.at(job.first_problem + problem);

@@ -3,7 +3,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <vector>
 
 #include "panels.h"
 #include "transforms.h"
@@ -94,27 +93,17 @@ void slice_to_taps(const Factor<T>& first, int64_t orbit, const Factor<T>* secon
 template <typename T>
 class SliceWorker {
  public:
-  SliceWorker(const std::vector<BlockView<T>>& blocks) {
-    for (const BlockView<T>& view : blocks) {
-      std::vector<Factor<T>> factors;
-      for (const Factor<T>& factor : view.evaluation) {
-        if (factor.points > 1) factors.push_back(factor);
-      }
-      Axes axes{view.block->taps, {}, {}};
-      if (!factors.empty()) axes.first = factors[0];
-      if (!factors.empty()) axes.others.assign(factors.begin() + 1, factors.end());
-      rows_ = std::max({rows_, view.block->taps, view.block->planes, 2 * Grid<T>::rows(axes.others)});
-      axes_.push_back(std::move(axes));
-    }
-    taps_.resize(rows_);
-    planes_.resize(rows_);
-  }
+  explicit SliceWorker(const PanelPlan<T>& plan)
+      : plan_(plan),
+        rows_(plan.slice_rows),
+        taps_(scratch<T*>(2 * rows_ + Grid<T>::pointers(rows_))),
+        planes_(taps_ + rows_) {}
 
   // Of the strip's buffers, which the caller supplies.
   int64_t elements() const { return rows_ * kPanelStrip + Grid<T>::elements(rows_, kPanelStrip); }
   void use(T* memory) {
     middle_ = memory;
-    grid_.emplace(memory + rows_ * kPanelStrip, rows_, kPanelStrip);
+    grid_.emplace(memory + rows_ * kPanelStrip, planes_ + rows_, rows_, kPanelStrip);
   }
 
   // plane(g) = sum over m of evaluation[g][m] tap(m), for all planes of the slice.
@@ -130,15 +119,6 @@ class SliceWorker {
   }
 
  private:
-  // Of a block: those with more than one tap.
-  struct Axes {
-    int64_t taps;
-    Factor<T> first;
-    std::vector<Factor<T>> others;
-    // One axis, or two with as many taps: then everything stays in registers.
-    bool is_square() const { return others.empty() || (others.size() == 1 && others[0].span == first.span); }
-  };
-
   template <int64_t kTaps = 2, typename F>
   static void by_taps(int64_t taps, const F& f) {
     if (taps == kTaps) {
@@ -149,9 +129,9 @@ class SliceWorker {
   }
 
   template <typename F>
-  static void by_shape(const Slice& slice, const Axes& axes, const F& f) {
-    by_taps(axes.first.span, [&]<int64_t kTaps>() {
-      if (axes.others.empty()) {
+  static void by_shape(const Slice& slice, const Factor<T>& first, const Factor<T>* second, const F& f) {
+    by_taps(first.span, [&]<int64_t kTaps>() {
+      if (second == nullptr) {
         slice.points > 1 ? f.template operator()<2, kTaps, 1>() : f.template operator()<1, kTaps, 1>();
       } else {
         slice.points > 1 ? f.template operator()<2, kTaps, kTaps>() : f.template operator()<1, kTaps, kTaps>();
@@ -159,29 +139,27 @@ class SliceWorker {
     });
   }
 
-  // Between the rows in taps_ and those in planes_.
+  // Between the rows in taps_ and those in planes_: along one axis, or two.
   template <bool kToPlanes>
-  void transform_rows(const Slice& slice, const Axes& axes, int64_t lanes, bool add) {
-    by_shape(slice, axes, [&]<int64_t kPoints, int64_t kTaps0, int64_t kTaps1>() {
-      const Factor<T>* const second = axes.others.data();
+  void transform_rows(const Slice& slice, const Factor<T>& first, const Factor<T>* second, int64_t lanes, bool add) {
+    by_shape(slice, first, second, [&]<int64_t kPoints, int64_t kTaps0, int64_t kTaps1>() {
       if constexpr (kToPlanes) {
-        taps_to_slice<kPoints, kTaps0, kTaps1>(axes.first, slice.orbit, second, taps_.data(), planes_.data(), lanes);
+        taps_to_slice<kPoints, kTaps0, kTaps1>(first, slice.orbit, second, taps_, planes_, lanes);
       } else {
-        slice_to_taps<kPoints, kTaps0, kTaps1>(axes.first, slice.orbit, second, planes_.data(), taps_.data(), lanes,
-                                               add);
+        slice_to_taps<kPoints, kTaps0, kTaps1>(first, slice.orbit, second, planes_, taps_, lanes, add);
       }
     });
   }
 
   template <bool kToPlanes, typename Tap, typename Plane>
   void transform(const Slice& slice, int64_t lanes, const Tap& tap, const Plane& plane, bool add) {
-    const Axes& axes = axes_[slice.block];
+    const SliceAxes<T>& axes = plan_.axes[slice.block];
     if (axes.first.points == 0) {
       kToPlanes ? std::copy_n(tap(0), lanes, plane(0)) : std::copy_n(plane(0), lanes, tap(0));
     } else if (axes.is_square()) {
       for (int64_t m = 0; m < axes.taps; ++m) taps_[m] = tap(m);
       for (int64_t g = 0; g < slice.planes; ++g) planes_[g] = plane(g);
-      transform_rows<kToPlanes>(slice, axes, lanes, add);
+      transform_rows<kToPlanes>(slice, axes.first, axes.second(), lanes, add);
     } else {
       for (int64_t at = 0; at < lanes; at += kPanelStrip) {
         transform_strip<kToPlanes>(slice, axes, at, std::min(kPanelStrip, lanes - at), tap, plane, add);
@@ -191,34 +169,33 @@ class SliceWorker {
 
   // The first axis on its own and the others together; what lies between them is in memory.
   template <bool kToPlanes, typename Tap, typename Plane>
-  void transform_strip(const Slice& slice, const Axes& axes, int64_t at, int64_t lanes, const Tap& tap,
+  void transform_strip(const Slice& slice, const SliceAxes<T>& axes, int64_t at, int64_t lanes, const Tap& tap,
                        const Plane& plane, bool add) {
     const int64_t inner = axes.taps / axes.first.span, rest = slice.planes / slice.points;
-    const Axes first{0, axes.first, {}};
     const auto along_first = [&] {
       for (int64_t j = 0; j < inner; ++j) {
         for (int64_t u = 0; u < axes.first.span; ++u) taps_[u] = tap(u * inner + j) + at;
         for (int64_t a = 0; a < slice.points; ++a) planes_[a] = middle(a * inner + j);
-        transform_rows<kToPlanes>(slice, first, lanes, add);
+        transform_rows<kToPlanes>(slice, axes.first, nullptr, lanes, add);
       }
     };
     if constexpr (kToPlanes) along_first();
     for (int64_t a = 0; a < slice.points; ++a) {
       for (int64_t j = 0; j < inner; ++j) taps_[j] = middle(a * inner + j);
       for (int64_t g = 0; g < rest; ++g) planes_[g] = plane(a * rest + g) + at;
-      grid_->template transform_all<kToPlanes>(axes.others, (kToPlanes ? taps_ : planes_).data(),
-                                               (kToPlanes ? planes_ : taps_).data(), lanes);
+      grid_->template transform_all<kToPlanes>(axes.others, kToPlanes ? taps_ : planes_, kToPlanes ? planes_ : taps_,
+                                               lanes);
     }
     if constexpr (!kToPlanes) along_first();
   }
 
   T* middle(int64_t row) { return middle_ + row * kPanelStrip; }
 
-  std::vector<Axes> axes_;  // per block
-  int64_t rows_ = 1;        // of the largest grid
+  const PanelPlan<T>& plan_;
+  const int64_t rows_;  // of the largest grid
+  T **const taps_, **const planes_;
   T* middle_ = nullptr;
   std::optional<Grid<T>> grid_;
-  std::vector<T*> taps_, planes_;
 };
 
 }  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET

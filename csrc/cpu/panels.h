@@ -75,19 +75,76 @@ std::vector<Slice> slices_of(const std::vector<BlockView<T>>& blocks) {
 // Distances between matrices and panels are odd multiples of a line: what is read together must not evict each other.
 inline int64_t spread(int64_t elements) { return ((elements + kLanes - 1) / kLanes | 1) * kLanes; }
 
+// The axes of a block that have more than one tap.
+template <typename T>
+struct SliceAxes {
+  explicit SliceAxes(const BlockView<T>& view) : taps(view.block->taps) {
+    for (const Factor<T>& factor : view.evaluation) {
+      if (factor.points == 1) continue;
+      if (first.points == 0) {
+        first = factor;
+      } else {
+        others.push_back(factor);
+      }
+    }
+  }
+  // One axis, or two with as many taps: then everything stays in registers.
+  bool is_square() const { return others.empty() || (others.size() == 1 && others[0].span == first.span); }
+  const Factor<T>* second() const { return others.empty() ? nullptr : others.data(); }
+
+  int64_t taps;
+  Factor<T> first{};  // no points: there is none
+  std::vector<Factor<T>> others;
+};
+
+// What depends on a plan alone.
+template <typename T>
+struct PanelPlan {
+  PanelPlan(const BilinearPlan& plan, const std::vector<BlockView<T>>& blocks)
+      : blocks(blocks),
+        outputs(grid_outputs(blocks)),
+        axes(blocks.begin(), blocks.end()),
+        slices(slices_of(blocks)),
+        groups(plan.groups),
+        all_lags(2 * plan.lags - 1),
+        column(plan.column),
+        stored(plan.outputs),
+        transpose_of(plan.outputs) {
+    for (const Slice& slice : slices) {
+      most_planes = std::max(most_planes, slice.planes);
+      for (const SliceProduct& product : slice.products) {
+        if (!product.is_symmetric()) transpose_of[product.out] = transposes++;
+      }
+    }
+    for (size_t b = 0; b < blocks.size(); ++b) {
+      const PlanBlock& block = *blocks[b].block;
+      slice_rows = std::max({slice_rows, block.taps, block.planes, 2 * grid_rows(axes[b].others)});
+    }
+  }
+
+  const std::vector<BlockView<T>>& blocks;
+  const std::vector<GridOutput> outputs;
+  const std::vector<SliceAxes<T>> axes;  // of the blocks
+  const std::vector<Slice> slices;
+  const int64_t groups, all_lags;
+  const bool column;
+  const int64_t stored;               // outputs
+  std::vector<int64_t> transpose_of;  // those that differ from their transposes: which of all transposes it is
+  int64_t transposes = 0;
+  int64_t most_planes = 1;  // of a slice
+  int64_t slice_rows = 1;   // of the largest grid of a slice
+};
+
 // Problems, each a group of a weight, that are worked on together, and their memory.
 template <typename S, typename T>
 struct PanelJob {
-  PanelJob(const BilinearPlan& plan, const std::vector<BlockView<T>>& blocks, const WeightView<const S>& weight,
-           const WeightView<S>& grad, const Targets<T>& targets, const Factors<T>& factors, int64_t channels,
-           int64_t width)
-      : weight(weight),
+  PanelJob(const PanelPlan<T>& plan, const WeightView<const S>& weight, const WeightView<S>& grad,
+           const Targets<T>& targets, const Factors<T>& factors, int64_t channels, int64_t width)
+      : plan(plan),
+        weight(weight),
         grad(grad),
         targets(targets),
         factors(factors),
-        blocks(blocks),
-        slices(slices_of(blocks)),
-        all_lags(2 * plan.lags - 1),
         column(plan.column),
         rows(weight.rows / plan.groups),
         side(plan.column ? channels : rows),
@@ -97,38 +154,30 @@ struct PanelJob {
         tap_stride(spread(padded_side * length)),
         output_stride(spread(padded_side * padded_side)),
         outputs(weight.taps * tap_stride),
-        elements(outputs + plan.outputs * output_stride),
-        transposes(plan.outputs) {
-    for (const Slice& slice : slices) {
-      gram_items += slice.items(panels);
-      for (const SliceProduct& product : slice.products) {
-        if (!with_grad() || product.is_symmetric()) continue;
-        transposes[product.out] = elements;
-        elements += output_stride;
-      }
-    }
+        transposes(outputs + plan.stored * output_stride),
+        elements(transposes + (with_grad() ? plan.transposes : 0) * output_stride) {
+    for (const Slice& slice : plan.slices) gram_items += slice.items(panels);
   }
 
   bool with_grad() const { return grad.data != nullptr; }
   T* tap(int64_t problem, int64_t u) const { return memory + problem * elements + u * tap_stride; }
   T* output(int64_t problem, int64_t o) const { return memory + problem * elements + outputs + o * output_stride; }
-  T* transposed(int64_t problem, int64_t o) const { return memory + problem * elements + transposes[o]; }
+  T* transposed(int64_t problem, int64_t o) const {
+    return memory + problem * elements + transposes + plan.transpose_of[o] * output_stride;
+  }
 
+  const PanelPlan<T>& plan;
   const WeightView<const S> weight;
   const WeightView<S> grad;  // no data: no gradient is wanted
   const Targets<T> targets;
   const Factors<T> factors;
-  const std::vector<BlockView<T>>& blocks;
-  const std::vector<Slice> slices;
-  const int64_t all_lags;
   const bool column;
   const int64_t rows, side, length;  // of a problem's weight, of the Gram matrices, of the contraction for one residue
   const int64_t panels, padded_side;
   // Per problem: the weight's taps, the outputs X or Y and, for the gradient, the transposes of those that differ.
-  const int64_t tap_stride, output_stride, outputs;
-  int64_t elements;                 // in all
-  std::vector<int64_t> transposes;  // where that of an output begins
-  int64_t gram_items = 0;           // of all slices
+  const int64_t tap_stride, output_stride, outputs, transposes;
+  const int64_t elements;  // in all
+  int64_t gram_items = 0;  // of all slices
   int64_t first_problem = 0, problems = 1;
   T* memory = nullptr;
 };
@@ -150,16 +199,12 @@ struct PanelStages {
 template <typename S, typename T>
 const PanelStages<S, T>& panel_stages();
 
-// Whether a plan for weights of this many rows and channels per group is executed by these stages.
-template <typename S, typename T>
-bool fits_panels(const PanelStages<S, T>& stages, const BilinearPlan& plan, int64_t rows, int64_t channels) {
-  if (!panels_allowed || plan.diagonal() || plan.flat) return false;
+// Whether a plan can be executed by these stages.
+inline bool suits_panels(const BilinearPlan& plan) {
+  if (plan.diagonal() || plan.flat) return false;
   if (plan.column && plan.pools[0].residues > 1) return false;  // lanes would be of several residues
-  for (const PlanBlock& block : plan.blocks) {
-    if (block.outputs != block.planes) return false;
-  }
-  const int64_t side = plan.column ? channels : rows;
-  return 2 * side >= stages.width;  // else most lanes would be idle
+  return std::all_of(plan.blocks.begin(), plan.blocks.end(),
+                     [](const PlanBlock& block) { return block.outputs == block.planes; });
 }
 
 }  // namespace ocnn_fused::cpu

@@ -25,15 +25,15 @@ constexpr int64_t kTile = kLanes;
 // index to an element offset.
 template <typename S>
 struct WeightView {
-  S* const* data;
-  int64_t rows;  // of one weight
+  const std::uintptr_t* data;  // addresses of the weights
+  int64_t rows;                // of one weight
   int64_t row_stride;
   int64_t channel_stride;
   const int64_t* tap_offsets;
   int64_t taps;
   bool dense;  // tap_offsets[u] == u
   bool adds;   // what is written is added to what is there
-  S* row(int64_t i) const { return data[i / rows] + i % rows * row_stride; }
+  S* row(int64_t i) const { return reinterpret_cast<S*>(data[i / rows]) + i % rows * row_stride; }
   WeightView from(int64_t weight) const {
     WeightView view = *this;
     if (data != nullptr) view.data += weight;
@@ -61,6 +61,14 @@ struct BlockView {
   const int64_t *plane_of, *output_of, *output_kind, *lag_of, *sources;
   OutputKind kind_of(int64_t g) const { return static_cast<OutputKind>(output_kind[g]); }
 };
+
+// Rows of the largest grid on the way between spans on all axes and points on all axes.
+template <typename T>
+int64_t grid_rows(const std::vector<Factor<T>>& factors) {
+  int64_t total = 1;
+  for (const Factor<T>& factor : factors) total *= std::max(factor.points, factor.span);
+  return total;
+}
 
 // One output of a block's grid.
 struct GridOutput {

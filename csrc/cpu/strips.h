@@ -81,15 +81,14 @@ class StripWorker {
 
   template <bool kToPoints>
   void transform() {
-    grid_.template transform_all<kToPoints>(view_->evaluation, in.data(), out.data(), padded_);
+    grid_.template transform_all<kToPoints>(view_->evaluation, in, out, padded_);
   }
 
   // One row more than there are taps: it is zero for evaluate and takes what belongs to no tap from gather.
   T* tap_row(int64_t source) { return memory_ + (source < 0 ? weight_taps_ : source) * kStrip; }
   T* plane_row(int64_t plane) { return tap_row(weight_taps_ + 1 + plane); }
 
-  std::vector<const T*> in;
-  std::vector<T*> out;
+  T **in = nullptr, **out = nullptr;
 
  private:
   T* class_row(int64_t pass, int64_t tap) {
@@ -121,13 +120,13 @@ class StripWorker {
   Grid<T> memory_for(const std::vector<BlockView<T>>& blocks) {
     int64_t rows = 1, most = 1;
     for (const BlockView<T>& view : blocks) {
-      rows = std::max(rows, Grid<T>::rows(view.evaluation));
+      rows = std::max(rows, grid_rows(view.evaluation));
       most = std::max(most, view.block->planes + view.block->taps);
     }
     memory_ = scratch<T>((weight_taps_ + 1 + most) * kStrip + Grid<T>::elements(rows, kStrip));
-    in.resize(rows);
-    out.resize(rows);
-    return Grid<T>(plane_row(most), rows, kStrip);
+    in = scratch<T*>(2 * rows + Grid<T>::pointers(rows));
+    out = in + rows;
+    return Grid<T>(plane_row(most), out + rows, rows, kStrip);
   }
 
   const Window& window_;

@@ -72,16 +72,13 @@ struct Operands {
         groups(groups),
         rows(call.bucket.weights.rows() / groups),
         channels(flat ? call.bucket.weights.elements() / call.bucket.weights.rows() : call.bucket.weights.channels()),
-        stacked_weights(call.read<S>()),
-        stacked_grads(call.written<S>(), call.epilogue.adds),
-        weight(flat ? flattened(stacked_weights.view(), call.bucket.weights) : stacked_weights.view()),
-        grad(flat && call.with_grad() ? flattened(stacked_grads.view(), call.bucket.grads) : stacked_grads.view()),
+        weight(flat ? flat_view_of(call.read<S>()) : view_of(call.read<S>())),
+        grad(flat ? flat_view_of(call.written<S>(), call.epilogue.adds)
+                  : view_of(call.written<S>(), call.epilogue.adds)),
         targets(target, weight, count, groups, channels),
         factors(call.epilogue, call.bucket.places, groups) {}
 
   const int64_t count, groups, rows, channels;  // weights; of each; per group
-  const Stacked<const S> stacked_weights;
-  const Stacked<S> stacked_grads;
   const WeightView<const S> weight;
   const WeightView<S> grad;  // no data: no gradient is wanted
   const GroupTargets<S, T> targets;

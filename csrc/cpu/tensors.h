@@ -10,68 +10,32 @@
 
 namespace ocnn_fused::cpu {
 
-inline std::vector<int64_t> tap_offsets(const Layout& layout) {
-  std::vector<int64_t> offsets{0};
-  for (int64_t axis = 2; axis < layout.dimensions(); ++axis) {
-    std::vector<int64_t> next;
-    next.reserve(offsets.size() * layout.sizes[axis]);
-    for (const int64_t offset : offsets) {
-      for (int64_t u = 0; u < layout.sizes[axis]; ++u) next.push_back(offset + u * layout.strides[axis]);
-    }
-    offsets = std::move(next);
-  }
-  return offsets;
-}
-
-// Pointers into tensors, and what a view of them needs.
+// What stages are told about tensors: read if S is const.
 template <typename S>
-class Stacked {
- public:
-  explicit Stacked(const Tensors<S>& tensors, bool adds = false) {
-    if (tensors.empty()) return;
-    const Layout& layout = tensors.layout;
-    offsets_ = tap_offsets(layout);
-    for (int64_t w = 0; w < tensors.count(); ++w) data_.push_back(tensors[w]);
-    const int64_t taps = static_cast<int64_t>(offsets_.size());
-    bool dense = true;
-    for (int64_t u = 0; u < taps; ++u) dense = dense && offsets_[u] == u;
-    view_ = {data_.data(), layout.rows(), layout.strides[0], layout.strides[1], offsets_.data(), taps, dense, adds};
-  }
-  const WeightView<S>& view() const { return view_; }
-
- private:
-  std::vector<S*> data_;
-  std::vector<int64_t> offsets_;
-  WeightView<S> view_{};
-};
-
-// The filters' axes, but those of one entry, by how far apart their entries are.
-inline std::vector<int64_t> filter_axes(const Layout& layout) {
-  std::vector<int64_t> axes;
-  for (int64_t axis = 1; axis < layout.dimensions(); ++axis) {
-    if (layout.sizes[axis] > 1) axes.push_back(axis);
-  }
-  std::sort(axes.begin(), axes.end(), [&](int64_t a, int64_t b) { return layout.strides[a] < layout.strides[b]; });
-  return axes;
+WeightView<S> view_of(const Tensors<S>& tensors, bool adds = false) {
+  if (tensors.empty()) return {};
+  const Layout& layout = tensors.layout;
+  const std::vector<int64_t>& offsets = layout.tap_offsets;
+  const int64_t taps = static_cast<int64_t>(offsets.size());
+  bool dense = true;
+  for (int64_t u = 0; u < taps; ++u) dense = dense && offsets[u] == u;
+  return {
+      tensors.addresses.data(), layout.rows(), layout.strides[0], layout.strides[1], offsets.data(), taps, dense, adds};
 }
 
-// Whether the entries of a filter, axis by axis, are equally far apart: the weight is then a matrix.
-inline bool is_matrix(const Layout& layout) {
-  const std::vector<int64_t> axes = filter_axes(layout);
-  for (size_t a = 1; a < axes.size(); ++a) {
-    if (layout.strides[axes[a]] != layout.strides[axes[a - 1]] * layout.sizes[axes[a - 1]]) return false;
-  }
-  return true;
-}
-
-// The view of such a weight, one row per filter.
+// The same for tensors that are matrices, one row per filter.
 template <typename S>
-WeightView<S> flattened(WeightView<S> view, const Layout& layout) {
-  const std::vector<int64_t> axes = filter_axes(layout);
-  view.channel_stride = axes.empty() ? 1 : layout.strides[axes[0]];
-  view.taps = 1;
-  view.dense = true;
-  return view;
+WeightView<S> flat_view_of(const Tensors<S>& tensors, bool adds = false) {
+  if (tensors.empty()) return {};
+  const Layout& layout = tensors.layout;
+  return {tensors.addresses.data(),
+          layout.rows(),
+          layout.strides[0],
+          *layout.entry_stride,
+          layout.tap_offsets.data(),
+          1,
+          true,
+          adds};
 }
 
 // What the gradients of weights of one plan, with so many groups each, are multiplied by.

@@ -166,28 +166,17 @@ inline bool transform_pair(const Factor<T>& first, const Factor<T>& second, cons
   return done;
 }
 
-// Pointers to `count` rows, `stride` apart.
-template <typename T>
-inline std::vector<T*> rows_at(T* first, int64_t count, int64_t stride) {
-  std::vector<T*> rows(count);
-  for (int64_t r = 0; r < count; ++r) rows[r] = first + r * stride;
-  return rows;
-}
-
 // Applies one factor per axis to a grid of rows; between axes the grid lies in two buffers of its own.
 template <typename T>
 class Grid {
  public:
-  // Rows of the largest grid on the way, as spans on all axes, points on all axes, or in between.
-  static int64_t rows(const std::vector<Factor<T>>& factors) {
-    int64_t total = 1;
-    for (const Factor<T>& factor : factors) total *= std::max(factor.points, factor.span);
-    return total;
-  }
   static int64_t elements(int64_t rows, int64_t strip) { return 2 * rows * strip; }
+  static int64_t pointers(int64_t rows) { return 2 * rows; }
 
-  Grid(T* memory, int64_t rows, int64_t strip)
-      : buffers_{rows_at(memory, rows, strip), rows_at(memory + rows * strip, rows, strip)} {}
+  // `pointers`: memory for those to the buffers' rows.
+  Grid(T* memory, T** pointers, int64_t rows, int64_t strip) : buffers_{pointers, pointers + rows} {
+    for (int64_t r = 0; r < 2 * rows; ++r) pointers[r] = memory + r * strip;
+  }
 
   template <bool kToPoints>
   void transform_all(const std::vector<Factor<T>>& factors, const T* const* in, T* const* out, int64_t lanes) {
@@ -209,7 +198,7 @@ class Grid {
       const int64_t from = before(axis), to = after(axis);
       inner /= from;
       if (!factors[axis].is_identity()) {
-        T* const* target = axis == last ? out : buffers_[buffer].data();
+        T* const* target = axis == last ? out : buffers_[buffer];
         for (int64_t o = 0; o < outer; ++o) {
           for (int64_t i = 0; i < inner; ++i) {
             const T* sources[kMostRows];
@@ -228,7 +217,7 @@ class Grid {
 
  private:
   static constexpr int64_t kMostRows = points_of(kMostTaps);
-  std::vector<T*> buffers_[2];
+  T* const* buffers_[2];
 };
 
 }  // namespace ocnn_fused::cpu::OCNN_FUSED_TARGET
