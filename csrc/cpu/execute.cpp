@@ -270,7 +270,7 @@ void execute(const FourierPlan& plan, const Call& call) { execute_fourier(plan, 
 
 void execute(const Call& call) {
   const SignalWatch watch;
-  if (poisons) std::memset(call.workspace.memory, kPoison, call.workspace.bytes);
+  if (poisons && call.workspace.bytes > 0) std::memset(call.workspace.memory, kPoison, call.workspace.bytes);
   std::visit([&](const auto& plan) { execute(plan, call); }, call.bucket.plan);
 }
 
