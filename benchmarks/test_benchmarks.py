@@ -205,7 +205,10 @@ def test_an_interrupted_run_keeps_its_rows(tmp_path: Path) -> None:
     old = [row("fused", 1.0, section="shapes", subject="1x1x1x1"), row("fused", 1.0, section="other")]
     record.save(tmp_path, "compare", old)
     command = [sys.executable, "benchmarks/compare.py", "--shapes", "--quick", "--threads", "1", "--out", str(tmp_path)]
-    process = subprocess.Popen(command, cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    process = subprocess.Popen(
+        command, cwd=record.ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # what runs in the background ignores it
+    )  # fmt: skip
     assert process.stdout is not None
     shown = []
     for line in process.stdout:
