@@ -28,8 +28,8 @@ os.environ.setdefault("TRITON_INTERPRET", "0" if device_reason(torch.device("cud
 # cuBLAS gives the same bits each time only if it is told so before it is loaded.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
-# Inductor takes kernels from its cache that were compiled for other instructions, with wrong results: ATEN_CPU_CAPABILITY
-# is not a part of its key. So each has a cache.
+# Inductor would take kernels from its cache that were compiled for other instructions, with wrong results, because
+# ATEN_CPU_CAPABILITY is not a part of its key: each instruction set has a cache of its own.
 os.environ.setdefault(
     "TORCHINDUCTOR_CACHE_DIR",
     str(Path(tempfile.gettempdir()) / f"torchinductor-{getpass.getuser()}-{torch.backends.cpu.get_cpu_capability()}"),
