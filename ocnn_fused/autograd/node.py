@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from .. import engine, ops
+from .. import ops
 from ..backends.epilogue import Epilogue
 from ..backends.job import Executable, Operand
 from ..problem import Options, Problem, flatten, flatten_problems
@@ -36,7 +36,7 @@ def orth_losses(
     weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, shape: tuple[int, ...] = (-1,)
 ) -> Tensor:
     """One loss per weight, differentiable where a weight is; 1-D, or of shape ``()`` for one weight."""
-    executable, operands = _prepared(weights, problems, options)
+    executable, operands = transforms.prepared(weights, problems, options)
     if executable is None:
         return ops.orth_loss(weights, *flatten(problems, options)).view(shape)
     for operand in operands:
@@ -56,7 +56,7 @@ def orth_total(
 
     The gradients have the factors in them when they are computed; backward only hands them on, scaled.
     """
-    executable, operands = _prepared(weights, problems, options)
+    executable, operands = transforms.prepared(weights, problems, options)
     if executable is None:
         losses = ops.orth_loss(weights, *flatten(problems, options))
         return weighting.total(losses, factor), losses.detach()
@@ -70,37 +70,13 @@ def add_grads_(
     weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, epilogue: Epilogue
 ) -> Tensor:
     """Add ``factor * factors[l]`` times the gradient of each loss to its target; returns the losses, no graph."""
-    executable, _ = _prepared(weights, problems, options, always_grad=True)
+    executable, _ = transforms.prepared(weights, problems, options, always_grad=True)
     if executable is not None:
         return executable(weights, epilogue)[0]
     losses, grads = ops.orth_loss_and_grad(weights, [True] * len(weights), *flatten(problems, options))
     for place, (grad, target) in enumerate(zip(grads, epilogue.targets, strict=True)):
         target.add_(grad * (epilogue.factors[place] * epilogue.factor))
     return losses
-
-
-def _prepared(
-    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, always_grad: bool = False
-) -> tuple[Executable | None, tuple[Operand, ...]]:
-    """What computes these weights, with gradients of those that require them, or of all.
-
-    None where the ops must be seen. The dispatcher's way through Python costs as much as a small layer; tensors that
-    only autograd looks at go without it.
-    """
-    if not transforms.only_autograd_looks(weights):
-        return None, ()
-    device = weights[0].device
-    enabled = torch.is_grad_enabled()
-    operands = []
-    for weight in weights:
-        with_grad = always_grad or (enabled and weight.requires_grad)
-        # As tuples are made: a NamedTuple's own constructor is a Python function.
-        operands.append(tuple.__new__(Operand, (weight.stride(), weight.dtype, with_grad)))
-    resolved: Options | engine.Resolved = options
-    if device.type != "cpu" or options.backend is not None:
-        resolved = engine.resolve(options, device)
-    prepared = tuple(operands)
-    return engine.prepare(problems, prepared, resolved, device), prepared
 
 
 class NodeContext(FunctionCtx):

@@ -26,11 +26,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import FunctionCtx, _SingleLevelFunction
 
-from .. import ops, reference
-from ..backends.job import accumulation_dtype, losses_dtype
+from .. import engine, ops, reference
+from ..backends.job import Executable, Operand, accumulation_dtype, losses_dtype
 from ..problem import (
     Flat,
     FlatProblems,
+    Options,
     Problem,
     flatten_problems,
     repeated,
@@ -48,26 +49,40 @@ PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 SingleLevelFunction = _SingleLevelFunction
 
 
-def only_autograd_looks(tensors: Sequence[Tensor]) -> bool:
-    """Whether these are plain tensors on a CPU or a GPU, and no mode, tracer, transform or forward differentiation
-    wants to see what is done with them. Autocast need not: losses are computed in float32 at least."""
-    for tensor in tensors:
-        if type(tensor) not in PLAIN_TYPES or tensor.is_neg():
-            return False
-    return not (
-        not (tensor.is_cpu or tensor.is_cuda)
+def prepared(
+    weights: Sequence[Tensor], problems: tuple[Problem, ...], options: Options, always_grad: bool = False
+) -> tuple[Executable | None, tuple[Operand, ...]]:
+    """What computes these weights, with gradients of those that require them, or of all.
+
+    None where the ops must be seen: by a subclass, mode, tracer, transform or forward differentiation. (Autocast need
+    not see them, because losses are computed in float32 at least.) The dispatcher's way through Python costs as much as
+    a small layer; tensors that only autograd looks at go without it.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return None, ()
+    enabled = torch.is_grad_enabled()
+    operands = []
+    for weight in weights:
+        if type(weight) not in PLAIN_TYPES or weight.is_neg():
+            return None, ()
+        with_grad = always_grad or (enabled and weight.requires_grad)
+        # As tuples are made: a NamedTuple's own constructor is a Python function.
+        operands.append(tuple.__new__(Operand, (weight.stride(), weight.dtype, with_grad)))
+    device = weight.device
+    if (
+        device.type not in ("cpu", "cuda")
         or _len_torch_dispatch_stack()
         or _len_torch_function_stack()
         or _is_tracing()
         or _are_functorch_transforms_active()
         or forward_ad._current_level >= 0
-    )
-
-
-@torch.compiler.substitute_in_graph(only_autograd_looks)
-def _(tensors: Sequence[Tensor]) -> bool:
-    """What torch.compile traces in its place: it sees the ops."""
-    return False
+    ):
+        return None, ()
+    resolved: Options | engine.Resolved = options
+    if device.type != "cpu" or options.backend is not None:
+        resolved = engine.resolve(options, device)
+    found = tuple(operands)
+    return engine.prepare(problems, found, resolved, device), found
 
 
 def is_batched(scale: Tensor) -> bool:
@@ -83,7 +98,7 @@ def graph_is_kept() -> bool:
 
 def is_known_to_be_one(scale: Tensor) -> bool:
     """Whether a scale is one, as it is where the loss itself is differentiated; looked up only where nothing waits."""
-    return scale.is_cpu and only_autograd_looks((scale,)) and scale.item() == 1
+    return scale.is_cpu and type(scale) is Tensor and not _len_torch_dispatch_stack() and scale.item() == 1
 
 
 # Each Function is the derivative at one level: the ops in its forward pass lead to the next one.
