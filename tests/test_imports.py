@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -123,6 +124,15 @@ def test_a_wrong_edge_would_be_seen(tmp_path: Path) -> None:
     found = set(imports("plan", source))
     assert found == {("backends.cpu", False), ("engine", True)}
     assert room("backends.cpu") > room("plan")
+
+
+def test_importing_leaves_the_compiler_of_torch_alone() -> None:
+    """It takes a second, and sets the folder of inductor's cache before anybody else can."""
+    code = (
+        "import sys, ocnn_fused; print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
