@@ -128,9 +128,7 @@ def test_a_wrong_edge_would_be_seen(tmp_path: Path) -> None:
 
 def test_importing_leaves_the_compiler_of_torch_alone() -> None:
     """It takes a second, and sets the folder of inductor's cache before anybody else can."""
-    code = (
-        "import sys, ocnn_fused; print([name for name in ('torch._dynamo', 'torch._inductor') if name in sys.modules])"
-    )
+    code = "import sys, ocnn_fused; print([one for one in ('torch._dynamo', 'torch._inductor') if one in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent, check=True)
     assert done.stdout.strip() == "[]"
 
