@@ -78,6 +78,8 @@ def _load() -> tuple[Any, str | None]:
         return None, _not_found()
     except ImportError as error:
         return None, f"the compiled extension cannot be loaded ({error}): {_REBUILD}"
+    if not hasattr(loaded, "use_torch"):
+        return None, f"the compiled extension is that of an older version: {_REBUILD}"
     loaded.use_torch(*_torch_functions(), torch.backends.cpu.get_cpu_capability())
     return loaded, None
 

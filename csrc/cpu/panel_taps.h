@@ -1,4 +1,4 @@
-// Taps of a weight into panels, and gradients back: into them if the weight is const, as in taps.inl.
+// Taps of a weight into panels, and gradients back: into them if the weight is const, as in taps.h.
 #pragma once
 
 #include <algorithm>
